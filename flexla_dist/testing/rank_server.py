@@ -77,7 +77,7 @@ def serve(connection: Connection) -> None:
 
 
 def load_module(name: str, file: str | None) -> ModuleType:
-    """Import `name`; a module that only pytest (or `python file.py`) knows is loaded by its path."""
+    """Import `name`; one that only pytest or `python file.py` knows is loaded by its path."""
     if name != "__main__":
         loaded = sys.modules.get(name)
         if loaded is None:
@@ -122,34 +122,44 @@ def _run_case(connection: Connection, request: Request) -> Reply:
 
 
 def _supervise(pids: list[int], request: Request) -> Reply:
-    """Wait for every rank; after the first failure the others get a short grace, then end."""
+    """Wait for every rank; after the first failure the others get a short grace, then end.
+
+    A rank that wrote its result stays alive, its connections open, until all are done, so that
+    what it sent last can still be received; then it is ended.
+    """
     reply = Reply(exit_codes=[None] * len(pids))
-    running = dict(enumerate(pids))
+    running, lingering = dict(enumerate(pids)), {}
     deadline = time.monotonic() + request.timeout
-    while running:
+    while running and time.monotonic() < deadline:
         for rank, pid in list(running.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done == 0:
+            code = _exit_code(pid)
+            if code is None and (Path(request.folder) / f"rank{rank}.pkl").exists():
+                lingering[rank] = pid
+                code = 0
+            if code is None:
                 continue
             del running[rank]
-            code = os.waitstatus_to_exitcode(status)
             reply.exit_codes[rank] = code
             if code != 0 and not request.wait_for_all:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if running and time.monotonic() > deadline:
-            reply.timed_out = True
-            _stop(running)
-            return reply
         time.sleep(POLL_SECONDS)
+    reply.timed_out = bool(running)
+    _stop(running, lingering)
     return reply
 
 
-def _stop(running: dict[int, int]) -> None:
-    """Let the stuck ranks write where they are, then end them."""
+def _exit_code(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return None if done == 0 else os.waitstatus_to_exitcode(status)
+
+
+def _stop(running: dict[int, int], lingering: dict[int, int]) -> None:
+    """Let the stuck ranks write where they are, then end them and those that wait for the end."""
     for pid in running.values():
         os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    for pid in running.values():
+    if running:
+        time.sleep(0.3)
+    for pid in (*running.values(), *lingering.values()):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
@@ -162,8 +172,13 @@ def _child(connection: Connection, request: Request, rank: int) -> None:
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         _redirect_output(Path(request.folder) / f"rank{rank}.log")
         outcome = _run_rank(request, rank)
-        _write_outcome(Path(request.folder) / f"rank{rank}.pkl", outcome)
-        code = 0 if outcome[0] == "value" else 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if outcome[0] == "value":
+            _write_outcome(Path(request.folder) / f"rank{rank}.pkl", outcome)
+            while True:
+                signal.pause()
+        _write_outcome(Path(request.folder) / f"failed{rank}.pkl", outcome)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -194,7 +209,9 @@ def _run_rank(request: Request, rank: int) -> tuple[str, Any]:
         for part in request.qualname.split("."):
             target = getattr(target, part)
         arguments = pickle.loads(request.arguments)
-        return "value", target(rank, request.world_size, *arguments)
+        value = target(rank, request.world_size, *arguments)
+        _check_result(value)
+        return "value", value
     except BaseException as error:
         text = traceback.format_exc()
         return "error", (type(error).__name__, str(error), text, time.monotonic())
@@ -232,15 +249,16 @@ def _initialise(request: Request, rank: int) -> None:
     )
 
 
-def _write_outcome(path: Path, outcome: tuple[str, Any]) -> None:
+def _check_result(value: Any) -> None:
     try:
-        data = pickle.dumps(outcome)
+        pickle.dumps(value)
     except Exception as error:
-        text = traceback.format_exc()
-        message = f"the result of the rank cannot be pickled: {error}"
-        data = pickle.dumps(("error", (type(error).__name__, message, text, time.monotonic())))
+        raise TypeError(f"the result of the rank cannot be pickled: {error}") from error
+
+
+def _write_outcome(path: Path, outcome: tuple[str, Any]) -> None:
     scratch = path.with_suffix(".tmp")
-    scratch.write_bytes(data)
+    scratch.write_bytes(pickle.dumps(outcome))
     scratch.replace(path)
 
 

@@ -122,9 +122,9 @@ def _collect(request: Request, reply: Reply, folder: Path) -> list[Any]:
 
 
 def _outcome(request: Request, reply: Reply, folder: Path, rank: int) -> tuple[str, Any]:
-    path = folder / f"rank{rank}.pkl"
-    if path.exists():
-        return pickle.loads(path.read_bytes())
+    for name in (f"rank{rank}.pkl", f"failed{rank}.pkl"):
+        if (folder / name).exists():
+            return pickle.loads((folder / name).read_bytes())
     code = reply.exit_codes[rank]
     if code is None:
         text = f"still running after the limit ({request.timeout:g} s, or 1 s after a failure)"
@@ -150,9 +150,7 @@ class _ServerHandle:
     def call(self, request: Request) -> Reply:
         """Send one request and wait for its answer, a little longer than its own limit."""
         with self._lock:
-            if self._owner != os.getpid() or self._process is None:
-                self._start()
-            elif self._process.poll() is not None:
+            if not self._alive():
                 self._start()
             try:
                 self._connection.send(request)
@@ -163,6 +161,11 @@ class _ServerHandle:
                 text = f"the rank server was lost: {error!r}"
             self._end()
             raise RanksFailed(f"{text} while {request.module}.{request.qualname} ran")
+
+    def _alive(self) -> bool:
+        if self._owner != os.getpid() or self._process is None:
+            return False
+        return self._process.poll() is None
 
     def _start(self) -> None:
         here, there = Pipe(duplex=True)
