@@ -1,7 +1,6 @@
-"""Log-decays of the variants: modules x [B, T, D] -> g, all in float32 or better and never positive.
+"""Log-decays of the variants: modules x [B, T, D] -> g, in float32 or better and never positive.
 
-Each class gives the decay of one token; `heads` and `key_dim` say its shape: [B, T, heads] for a decay
-per head, [B, T, heads, key_dim] for one per key channel.
+g is [B, T, heads] for one decay a head, [B, T, heads, key_dim] for one each key channel.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class RetentionDecay(nn.Module):
 
 
 class LightningDecay(nn.Module):
-    """Constant per head and layer: g_h = -(8 / H) * (1 - layer / layers) * h (Lightning Attention)."""
+    """Constant per head: g_h = -(8 / H) * (1 - layer / num_layers) * h (Lightning Attention)."""
 
     def __init__(self, heads: int, layer_index: int, num_layers: int) -> None:
         super().__init__()
@@ -74,11 +73,11 @@ class LowRankSigmoidDecay(nn.Module):
 
 
 class StepDecay(nn.Module):
-    """Per head, a continuous-time system of rate exp(A_log) over a learned step (Mamba2, gated delta
-    rule): step = softplus(x W + dt_bias), g = -exp(A_log) * step.
+    """Per head, a rate over a learned step (Mamba2, gated delta rule):
+    step = softplus(x W + dt_bias), g = -exp(A_log) * step.
 
-    A starts uniform in [1, 16] and the step log-uniform in [0.001, 0.1], so that heads remember from
-    about one to a thousand tokens.
+    exp(A_log) starts uniform in [1, 16] and the step log-uniform in [0.001, 0.1], so that heads
+    remember from about one to a thousand tokens.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -126,8 +125,9 @@ class LowRankStepDecay(nn.Module):
 
 
 class ForgetGate(nn.Module):
-    """Per channel of a vector state: f = low + (1 - low) * sigmoid(x W + b), g = log f, with a lower
-    bound that grows with depth, low = layer / (2 * layers), so that deep layers remember longer (HGRN).
+    """Per channel of a vector state: f = low + (1 - low) * sigmoid(x W + b), g = log f (HGRN).
+
+    The bound low = layer / (2 * num_layers) grows with depth: deep layers remember longer.
     """
 
     def __init__(

@@ -119,6 +119,9 @@ class LinearAttentionLayer(nn.Module):
             raise ValueError(
                 "cu_seqlens and exchange were both given: the exchange already knows the documents"
             )
+        return self._mix(x, exchange)
+
+    def _mix(self, x: Tensor, exchange: SequenceExchange) -> Tensor:
         q, k, v = self.project(x, exchange)
         o = exchange.attend(self.op, self.operator_inputs(x, q, k, v), {}, self.operator_scalars())
         if self.skip is not None:
@@ -128,9 +131,11 @@ class LinearAttentionLayer(nn.Module):
         return self.out(o.flatten(-2))
 
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:
-        """Decode: y for the next tokens x [B, T, D], T >= 1, of the sequence that `cache` remembers;
-        updates the cache. Equal to `forward` on the whole sequence."""
-        return self.forward(x, exchange=DecodeExchange(cache))
+        """Decode: y for the next tokens x [B, T, D], T >= 1, of `cache`; updates the cache.
+
+        Equal to `forward` on the whole sequence.
+        """
+        return self._mix(x, DecodeExchange(cache))
 
     def operator_scalars(self) -> dict[str, float]:
         """Run-time numbers of the operator: 1/sqrt(K), and 1 in Mamba2's form."""
@@ -139,7 +144,7 @@ class LinearAttentionLayer(nn.Module):
         return {"scale": 1.0 if self.recipe.scaled_values else self.config.key_dim**-0.5}
 
     def project(self, x: Tensor, exchange: SequenceExchange) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, T, H, K], k [B, T, H, K] and v [B, T, HV, V], convolved. HGRN has zero-width q, k."""
+        """q [B, T, H, K], k [B, T, H, K] and v [B, T, HV, V], convolved; HGRN's q, k are empty."""
         config = self.config
         mixed = self.qkv(x)
         if self.conv is not None:
@@ -147,7 +152,8 @@ class LinearAttentionLayer(nn.Module):
             mixed = self.conv(mixed, halo, exchange.cu_seqlens)
         q, k, v = mixed.split(self.splits, dim=-1)
         v = v.unflatten(-1, (config.num_value_heads, config.value_dim))
-        return q.unflatten(-1, (config.heads, -1)), k.unflatten(-1, (config.heads, -1)), v
+        qk_shape = (config.heads, self.splits[0] // config.heads)
+        return q.unflatten(-1, qk_shape), k.unflatten(-1, qk_shape), v
 
     def operator_inputs(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Inputs of the operator, each [B, T, heads, dims], as the recipe says."""

@@ -133,9 +133,10 @@ class LinearAttentionModel(nn.Module):
         return [LayerCache() for _ in self.blocks]
 
     def step(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
-        """Logits of the next tokens [B, T], T >= 1, of the sequence in `cache`, which it updates."""
+        """Logits of the next tokens [B, T], T >= 1, of the sequence in `cache`; updates it."""
         x = self._embed(tokens)
         for block, layer_cache in zip(self.blocks, cache, strict=True):
+            assert isinstance(block, Block)
             x = block.step(x, layer_cache)
         return self._logits(x)
 
