@@ -1,0 +1,1 @@
+"""Sequences sharded over ranks."""
