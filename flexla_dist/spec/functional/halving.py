@@ -118,7 +118,10 @@ def scores(q: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool) -> 
     q, k = problem.rows(q), problem.rows(k)
     out = q.new_zeros(q.shape[0], problem.size, problem.size)
     for level in _levels(problem):
-        row, col = level.scale_later(q), level.scale_earlier(k)
+        row = level.row_decay.mul_(later(q, level.half))  # the level is used once: in place
+        col = earlier(k, level.half)
+        if level.col_decay is not None:
+            col = level.col_decay.mul_(col)
         block = (row * col).sum(-1)[..., None] if level.half == 1 else row @ col.mT
         corner(out, level.half).copy_(block)
     if not strict:

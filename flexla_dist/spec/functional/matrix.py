@@ -11,8 +11,8 @@ from flexla_dist.spec.functional.common import expand_batch, require
 def decay_matrix(b_row: Tensor, b_col: Tensor, strict: bool = False) -> Tensor:
     """Decay from token s to token r, `exp(b_row[r] - b_col[s])` for r >= s, else 0.
 
-    The mask is applied before `exp`, so neither value nor gradient overflows on the masked part,
-    where the exponent is positive.
+    The masked exponents, which are positive, are cleared before `exp`, so neither value nor
+    gradient overflows there.
 
     Args:
         b_row: log decays at the rows, `[..., C]`, usually the inclusive cumulative sum of the gate.
@@ -39,6 +39,6 @@ def decay_matrix(b_row: Tensor, b_col: Tensor, strict: bool = False) -> Tensor:
         b_col=b_col,
     )
     b_row, b_col = expand_batch("decay_matrix", 1, b_row=b_row, b_col=b_col)
-    size = b_row.shape[-1]
-    above = torch.ones(size, size, dtype=torch.bool, device=b_row.device).triu(0 if strict else 1)
-    return (b_row.unsqueeze(-1) - b_col.unsqueeze(-2)).masked_fill(above, -torch.inf).exp()
+    diagonal = -1 if strict else 0
+    gap = (b_row.unsqueeze(-1) - b_col.unsqueeze(-2)).tril_(diagonal)
+    return gap.exp().tril(diagonal)
