@@ -1,0 +1,252 @@
+"""Messages between the ranks of one group: posting, bounded waiting, checked headers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexla_dist.comm.element import Element, State, element_tensors, with_tensors
+from flexla_dist.comm.errors import TagMismatch
+from flexla_dist.comm.links import GroupRanks
+from flexla_dist.comm.packing import empty_message, header_words, pack, packed_bytes, views
+from flexla_dist.comm.tag import Header, Kind, Tag, describe_words, same_message
+from flexla_dist.comm.watch import Waiting, Watch
+
+PENDING_SENDS = 32
+PENDING_BYTES = 64 << 20
+PENDING_CHECKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """Tensors to send to a group rank."""
+
+    rank: int
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Tensors of the shapes and dtypes of `like` to receive from a group rank."""
+
+    rank: int
+    like: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Received tensors, on the device of what they were asked like, and the reset flag."""
+
+    tensors: tuple[Tensor, ...]
+    reset: bool | Tensor
+
+
+class Channel:
+    """Point-to-point messages and all-gathers of one rank, with a checked header on each.
+
+    A send is posted and not waited for: its buffer is kept until it is known to have left, so the
+    first rank of a chain goes on computing. Headers are compared at once on the CPU; on a device
+    they are copied aside and compared at a later operation, which costs no synchronisation.
+    """
+
+    def __init__(self, ranks: GroupRanks, watch: Watch) -> None:
+        self.ranks = ranks
+        self.watch = watch
+        self._sent: deque[tuple[dist.Work, Tensor, Waiting]] = deque()
+        self._sent_bytes = 0
+        self._checks: deque[tuple[Tensor, torch.cuda.Event, Header, str]] = deque()
+
+    def exchange(
+        self,
+        kind: Kind,
+        tag: Tag,
+        sends: Sequence[Outgoing] = (),
+        receives: Sequence[Incoming] = (),
+        reset: bool | Tensor = False,
+    ) -> list[Message]:
+        """Post all sends and receives together, wait for the receives."""
+        self._check_headers(wait=False)
+        outgoing = [self._packed(kind, tag, out.tensors, reset) for out in sends]
+        incoming = [empty_message(item.like, self._device(item.like)) for item in receives]
+        sources = [item.rank for item in receives]
+        targets = [out.rank for out in sends]
+        self._post(
+            kind, tag, zip(targets, outgoing, strict=True), zip(sources, incoming, strict=True)
+        )
+        return [
+            self._opened(kind, tag, item, buffer)
+            for item, buffer in zip(receives, incoming, strict=True)
+        ]
+
+    def send_state(self, rank: int, state: State, tag: Tag) -> None:
+        """Post a state to a group rank; returns at once."""
+        self.exchange(Kind.STATE, tag, sends=[Outgoing(rank, state)])
+
+    def receive_state(self, rank: int, like: State, tag: Tag) -> State:
+        """Wait for the state of a group rank."""
+        return self.exchange(Kind.STATE, tag, receives=[Incoming(rank, like)])[0].tensors
+
+    def pass_element(
+        self, element: Element, target: int | None, source: int | None, tag: Tag
+    ) -> Element | None:
+        """Send `element` to `target` and return the one from `source`, of the same structure."""
+        tensors = element_tensors(element)
+        sends = [] if target is None else [Outgoing(target, tensors)]
+        receives = [] if source is None else [Incoming(source, tensors)]
+        found = self.exchange(Kind.ELEMENT, tag, sends, receives, element.reset)
+        return with_tensors(element, found[0].tensors, found[0].reset) if found else None
+
+    def gather_elements(self, element: Element, tag: Tag) -> list[Element]:
+        """The elements of all ranks, in group order."""
+        tensors = element_tensors(element)
+        messages = self.all_gather(Kind.ELEMENT, tag, tensors, element.reset)
+        return [with_tensors(element, m.tensors, m.reset) for m in messages]
+
+    def all_gather(
+        self, kind: Kind, tag: Tag, tensors: Sequence[Tensor], reset: bool | Tensor = False
+    ) -> list[Message]:
+        """One message of the same shapes from every rank, in group order."""
+        self._check_headers(wait=False)
+        own = self._packed(kind, tag, tensors, reset)
+        gathered = torch.empty((self.ranks.size, own.numel()), dtype=torch.uint8, device=own.device)
+        waiting = Waiting(None, f"all-gather ({kind.name.lower()}, {tag})")
+        work = self._start(
+            waiting,
+            lambda: dist.all_gather_into_tensor(
+                gathered.view(-1), own, group=self.ranks.group, async_op=True
+            ),
+        )
+        self._finish(work, own.device, waiting)
+        return [
+            self._opened(kind, tag, Incoming(rank, tensors), gathered[rank])
+            for rank in range(self.ranks.size)
+        ]
+
+    def collective(self, what: str, tensor: Tensor, start: Callable[[], Any]) -> None:
+        """Bounded wait for a collective: `start()` returns its work, `tensor` tells the device."""
+        waiting = Waiting(None, what)
+        self._finish(self._start(waiting, start), tensor.device, waiting)
+
+    def flush(self) -> None:
+        """Wait until every posted send has been received and every header compared."""
+        self._drain(0, 0)
+        self._check_headers(wait=True)
+
+    def _post(
+        self,
+        kind: Kind,
+        tag: Tag,
+        sends: Iterable[tuple[int, Tensor]],
+        receives: Iterable[tuple[int, Tensor]],
+    ) -> None:
+        group, ranks = self.ranks.group, self.ranks.global_ranks
+        what = f"{kind.name.lower()} exchange ({tag})"
+        posts: list[tuple[Any, Tensor, int]] = [(dist.irecv, t, rank) for rank, t in receives]
+        posts += [(dist.isend, t, rank) for rank, t in sends]
+        if len(posts) > 1 and posts[0][1].device.type != "cpu":
+            ops = [dist.P2POp(op, buffer, ranks[rank], group) for op, buffer, rank in posts]
+            waiting = Waiting(posts[0][2], what)
+            for work in self._start(waiting, partial(dist.batch_isend_irecv, ops)):
+                self.watch.wait_on_stream(work, waiting)
+            return
+        started = []
+        for op, buffer, rank in posts:
+            waiting = Waiting(rank, what)
+            work = self._start(waiting, partial(op, buffer, ranks[rank], group=group))
+            started.append((op is dist.irecv, work, buffer, waiting))
+        for received, work, buffer, waiting in started:
+            if received:
+                self._finish(work, buffer.device, waiting)
+            else:
+                self._keep(work, buffer, waiting)
+
+    def _start(self, waiting: Waiting, start: Callable[[], Any]) -> Any:
+        try:
+            return start()
+        except RuntimeError as cause:
+            self.watch.lost(waiting, cause)
+
+    def _finish(self, work: dist.Work, device: torch.device, waiting: Waiting) -> None:
+        if device.type == "cpu":
+            self.watch.wait(work, waiting)
+        else:
+            self.watch.wait_on_stream(work, waiting)
+
+    def _keep(self, work: dist.Work, buffer: Tensor, waiting: Waiting) -> None:
+        self._sent.append((work, buffer, waiting))
+        self._sent_bytes += buffer.numel()
+        if len(self._sent) > PENDING_SENDS or self._sent_bytes > PENDING_BYTES:
+            self._drain(PENDING_SENDS // 2, PENDING_BYTES // 2)
+
+    def _drain(self, count: int, size: int) -> None:
+        """Wait for the oldest sends until at most `count` of together `size` bytes remain."""
+        while self._sent and (len(self._sent) > count or self._sent_bytes > size):
+            work, buffer, waiting = self._sent.popleft()
+            self._sent_bytes -= buffer.numel()
+            self._finish(work, buffer.device, waiting)
+
+    def _device(self, tensors: Sequence[Tensor]) -> torch.device:
+        return self.ranks.device_for(tensors[0].device)
+
+    def _packed(
+        self, kind: Kind, tag: Tag, tensors: Sequence[Tensor], reset: bool | Tensor
+    ) -> Tensor:
+        header = Header(kind, tag, reset is True, packed_bytes(tensors))
+        buffer = pack(header, tensors, self._device(tensors))
+        if isinstance(reset, Tensor):
+            header_words(buffer)[6] = reset
+        return buffer
+
+    def _opened(self, kind: Kind, tag: Tag, item: Incoming, buffer: Tensor) -> Message:
+        expected = Header(kind, tag, False, packed_bytes(item.like))
+        words = header_words(buffer)
+        sender = self.ranks.name(item.rank)
+        reset: bool | Tensor
+        if buffer.device.type == "cpu":
+            found = words.tolist()
+            self._compare(found, expected, sender)
+            reset = bool(found[6])
+        else:
+            reset = words[6] != 0
+            self._remember_check(words, expected, sender)
+        device = item.like[0].device
+        tensors = views(buffer, item.like)
+        return Message(tuple(t if t.device == device else t.to(device) for t in tensors), reset)
+
+    def _remember_check(self, words: Tensor, expected: Header, sender: str) -> None:
+        copy = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        copy.copy_(words, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._checks.append((copy, event, expected, sender))
+
+    def _check_headers(self, wait: bool) -> None:
+        while self._checks:
+            copy, event, expected, sender = self._checks[0]
+            if not event.query():
+                if not wait and len(self._checks) < PENDING_CHECKS:
+                    return
+                event.synchronize()
+            self._checks.popleft()
+            self._compare(copy.tolist(), expected, sender)
+
+    def _compare(self, found: list[int], expected: Header, sender: str) -> None:
+        if not same_message(found, expected.words()):
+            self._mismatched(found, expected, sender)
+
+    def _mismatched(self, found: list[int], expected: Header, sender: str) -> NoReturn:
+        own = self.ranks.name(self.ranks.rank)
+        self.watch.fail(
+            TagMismatch(
+                f"{own} expected {expected.describe()} from {sender} and got "
+                f"{describe_words(found)}; every rank must exchange in the same order"
+            ),
+            expected.describe(),
+        )

@@ -1,0 +1,237 @@
+"""`StateExchanger`: everything that crosses ranks, over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexla_dist.comm import agreement, transfer
+from flexla_dist.comm.channel import Channel
+from flexla_dist.comm.choose import Choice, choose_host_strategy
+from flexla_dist.comm.element import Element, State, element_bytes, state_bytes, zero_state
+from flexla_dist.comm.links import (
+    GroupRanks,
+    Line,
+    host_name,
+    node_runs,
+    nodes_of_ids,
+    nodes_of_size,
+)
+from flexla_dist.comm.strategies import STRATEGIES, ScanProblem
+from flexla_dist.comm.tag import Tag
+from flexla_dist.comm.transfer import TransferPlan
+from flexla_dist.comm.watch import Watch
+
+
+class StateExchanger:
+    """Exchanges of one rank with the others of its sequence group.
+
+    group: the process group whose rank order is the order of the shards (None: the default group).
+    strategy: "auto", "chain", "log_scan", "hierarchical" or "all_gather".
+    node_size, node_ids: consecutive ranks per node, or one id per group rank; without either the
+        host names are gathered once, when a strategy needs them.
+    timeout: seconds a rank waits for a peer at most.
+
+    Every method but `guard` and `flush` is called by all ranks of the group in the same order, with
+    the same tag. Use one exchanger per group: the order of operations is checked within it.
+    Raises ExchangeTimeout, RemoteRankError, RankMismatch, TagMismatch; after one of them from a
+    wait the group is unusable. Nothing here is recorded by autograd.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        strategy: str = "auto",
+        *,
+        node_size: int | None = None,
+        node_ids: Sequence[int | str] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        if strategy != "auto" and strategy not in STRATEGIES:
+            known = ", ".join(["auto", *STRATEGIES])
+            raise ValueError(f"strategy is {strategy!r}, expected one of: {known}")
+        self.ranks = GroupRanks.of(group)
+        self.strategy = strategy
+        self.last_choice: Choice | None = None
+        self._nodes = self._given_nodes(node_size, node_ids)
+        self._watch = Watch(self.ranks, timeout)
+        self._channel = Channel(self.ranks, self._watch)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the group."""
+        return self.ranks.size
+
+    def prefix(
+        self, element: Element, crossing: Sequence[bool], tag: Tag, template: State
+    ) -> State:
+        """The state that enters this rank's shard from the ranks before it.
+
+        element: this shard's (M, local), of the same structure and shapes on all ranks.
+        crossing: [P - 1], whether a document crosses the cut after each rank; same on all ranks.
+        template: tensors of the shapes, dtypes and device of the state (m last if log-scaled).
+        Returns zeros (m = -inf) where nothing enters.
+        """
+        return self._scan("prefix", element, crossing, tag, template, reverse=False)
+
+    def suffix(
+        self, element: Element, crossing: Sequence[bool], tag: Tag, template: State
+    ) -> State:
+        """The gradient that enters this rank's shard from the ranks after it.
+
+        As `prefix` in reversed rank order: element holds M transposed and the gradient that leaves
+        the shard's start when none enters its end; its reset means that a document ends inside.
+        """
+        return self._scan("suffix", element, crossing, tag, template, reverse=True)
+
+    @torch.no_grad()
+    def transfer(self, rows: Tensor, plan: TransferPlan, tag: Tag, dim: int = 1) -> Tensor:
+        """The `plan.width` rows before this shard along `dim`; zero where the plan moves nothing.
+
+        rows: this rank's shard. See `plan_tails` for the plan.
+        """
+        self._check_rows(rows.shape[dim], plan.lengths, "transfer")
+        self._watch.begin(f"transfer of {plan.width} rows ({tag})")
+        return transfer.transfer(self._channel, rows, plan, tag, dim)
+
+    @torch.no_grad()
+    def transfer_adjoint(
+        self, grad_halo: Tensor, plan: TransferPlan, tag: Tag, dim: int = 1
+    ) -> Tensor:
+        """Gradient of the rows of this shard from the halo gradients of all ranks (its adjoint)."""
+        self._watch.begin(f"transfer_adjoint of {plan.width} rows ({tag})")
+        return transfer.transfer_adjoint(self._channel, grad_halo, plan, tag, dim)
+
+    def agree(
+        self, name: str, values: Sequence[int | str], fields: Sequence[str] | None = None
+    ) -> None:
+        """Raise RankMismatch on every rank, naming ranks and values, unless all are equal."""
+        self._watch.begin(f"agree({name})")
+        agreement.agree(self._channel, name, values, fields)
+
+    def gather_integers(self, name: str, values: Sequence[int]) -> list[list[int]]:
+        """The integers of every rank, in rank order; each rank gives the same number of them."""
+        self._watch.begin(f"gather_integers({name}, {len(values)} values)")
+        return agreement.gather_integers(self._channel, f"gather_integers({name})", values)
+
+    def all_reduce_max(self, name: str, values: Sequence[int]) -> list[int]:
+        """Entry by entry the largest value of all ranks."""
+        return [max(column) for column in zip(*self.gather_integers(name, values), strict=True)]
+
+    @torch.no_grad()
+    def gather_rows(self, rows: Tensor, lengths: Sequence[int], tag: Tag, dim: int = 1) -> Tensor:
+        """The shards of all ranks, `lengths` rows each, joined along `dim` on every rank."""
+        self._check_rows(rows.shape[dim], lengths, "gather_rows")
+        self._watch.begin(f"gather_rows of {sum(lengths)} rows ({tag})")
+        return transfer.gather_rows(self._channel, rows, lengths, tag, dim)
+
+    @torch.no_grad()
+    def broadcast(self, tensors: State, source: int, tag: Tag) -> State:
+        """The tensors of group rank `source`; elsewhere `tensors` give the shapes and dtypes."""
+        self._watch.begin(f"broadcast from rank {source} ({tag})")
+        return transfer.broadcast(self._channel, tensors, source, tag)
+
+    @torch.no_grad()
+    def all_reduce_sum(self, tensor: Tensor, tag: Tag) -> Tensor:
+        """Sum over all ranks, the same bits on each: gathered, then added in rank order."""
+        self._watch.begin(f"all_reduce_sum ({tag})")
+        return transfer.all_reduce_sum(self._channel, tensor, tag)
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Context in which an exception is told to the group: ranks that wait raise as well."""
+        return self._watch.guard(what)
+
+    def flush(self) -> None:
+        """Wait until all that this rank sent has been received.
+
+        A rank that leaves (`destroy_process_group`, end of the program) right after an exchange
+        calls this first; any collective that follows on all ranks does as well.
+        """
+        self._channel.flush()
+
+    def resolve(self, element: Element, template: State) -> str:
+        """The strategy that a scan of such elements uses; "auto" asks `choose_host_strategy`."""
+        if self.strategy != "auto":
+            return self.strategy
+        self.last_choice = choose_host_strategy(
+            self.size,
+            node_runs(self._node_numbers()),
+            state_bytes(template),
+            element_bytes(element),
+            element.dense,
+        )
+        return self.last_choice.strategy
+
+    @torch.no_grad()
+    def _scan(
+        self,
+        what: str,
+        element: Element,
+        crossing: Sequence[bool],
+        tag: Tag,
+        template: State,
+        reverse: bool,
+    ) -> State:
+        self._check_scan(element, crossing, template)
+        self._watch.begin(f"{what} by {self.strategy} ({tag})")
+        zero = zero_state(element, template)
+        if not any(crossing):
+            return zero
+        strategy = STRATEGIES[self.resolve(element, template)]
+        line = Line.around(self.rank, crossing, reverse)
+        if len(line.ranks) == 1 and not strategy.collective:
+            return zero
+        nodes = self._node_numbers() if strategy.name == "hierarchical" else ()
+        return strategy.scan(ScanProblem(element, zero, line, nodes, self._channel, tag))
+
+    def _check_scan(self, element: Element, crossing: Sequence[bool], template: State) -> None:
+        if len(crossing) != self.size - 1:
+            raise ValueError(
+                f"crossing has {len(crossing)} entries, expected {self.size - 1}, one for every "
+                f"cut between the {self.size} ranks of the group"
+            )
+        expected = [tuple(s.local.shape) for s in element.states]
+        if element.log_weight is not None:
+            expected.append(tuple(element.log_weight.shape))
+        got = [tuple(t.shape) for t in template]
+        if got != expected:
+            raise ValueError(
+                f"template has shapes {got}, expected {expected}, those of the element's states"
+                + (" and of its log scale" if element.log_scaled else "")
+            )
+
+    def _check_rows(self, rows: int, lengths: Sequence[int], what: str) -> None:
+        if len(lengths) != self.size or rows != lengths[self.rank]:
+            raise ValueError(
+                f"{what}: this rank holds {rows} rows, and the lengths are {tuple(lengths)} for "
+                f"{self.size} ranks; expected entry {self.rank} to be {rows}"
+            )
+
+    def _given_nodes(
+        self, node_size: int | None, node_ids: Sequence[int | str] | None
+    ) -> tuple[int, ...] | None:
+        if node_size is not None and node_ids is not None:
+            raise ValueError("give node_size or node_ids, not both")
+        if node_size is not None:
+            return nodes_of_size(self.size, node_size)
+        if node_ids is None:
+            return None
+        if len(node_ids) != self.size:
+            raise ValueError(f"node_ids has {len(node_ids)} entries for {self.size} ranks")
+        return nodes_of_ids(node_ids)
+
+    def _node_numbers(self) -> tuple[int, ...]:
+        """Node of every rank; gathers host names the first time, if none were given."""
+        if self._nodes is None:
+            names = agreement.gather_texts(self._channel, "gathering of host names", host_name())
+            self._nodes = nodes_of_ids(names)
+        return self._nodes
