@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexla_dist.spec.variants import lightning, retention
+
 
 def accurate(x: Tensor) -> Tensor:
     """x in float32, or unchanged where it is wider."""
@@ -25,8 +27,7 @@ class RetentionDecay(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        index = torch.arange(self.heads, device=x.device, dtype=accurate(x).dtype)
-        decay = torch.log1p(-torch.exp2(-5.0 - index))
+        decay = retention.head_decay(self.heads, x.device).to(accurate(x).dtype)
         return decay.expand(x.shape[0], x.shape[1], self.heads)
 
 
@@ -35,12 +36,11 @@ class LightningDecay(nn.Module):
 
     def __init__(self, heads: int, layer_index: int, num_layers: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.slope = 8.0 / heads * (1.0 - layer_index / num_layers)
+        self.place = (heads, layer_index, num_layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        decay = torch.arange(self.heads, device=x.device, dtype=accurate(x).dtype) * -self.slope
-        return decay.expand(x.shape[0], x.shape[1], self.heads)
+        decay = lightning.head_decay(*self.place, x.device).to(accurate(x).dtype)
+        return decay.expand(x.shape[0], x.shape[1], self.place[0])
 
 
 class SigmoidDecay(nn.Module):
@@ -91,16 +91,9 @@ class StepDecay(nn.Module):
         initialise_rate(self.A_log)
         initialise_step(self.dt_bias)
 
-    def step(self, x: Tensor) -> Tensor:
-        """softplus(x W + dt_bias), [B, T, heads]."""
-        return F.softplus(accurate(self.project(x)) + self.dt_bias)
-
-    def decay(self, step: Tensor) -> Tensor:
-        """-exp(A_log) * step."""
-        return -torch.exp(accurate(self.A_log)) * step
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.decay(self.step(x))
+        step = F.softplus(accurate(self.project(x)) + self.dt_bias)
+        return -torch.exp(accurate(self.A_log)) * step
 
 
 class LowRankStepDecay(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import flexla_dist
 from flexla_dist.layers.convolution import ShortConvolution
 from flexla_dist.layers.exchange import (
     DecodeExchange,
@@ -20,6 +21,7 @@ from flexla_dist.layers.exchange import (
 from flexla_dist.layers.gates import StepDecay, accurate
 from flexla_dist.layers.recipes import RECIPES
 from flexla_dist.shapes import nearest
+from flexla_dist.spec.variants import get_variant
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,7 @@ class LayerConfig:
 @cache
 def variant_op(spec_name: str) -> Any:
     """The compiled operator of one of the package's specs; layers of a variant share it."""
-    import flexla_dist
-    from flexla_dist.spec.variants import VARIANTS
-
-    return flexla_dist.compile(VARIANTS[spec_name])
+    return flexla_dist.compile(get_variant(spec_name))
 
 
 class LinearAttentionLayer(nn.Module):
@@ -95,7 +94,7 @@ class LinearAttentionLayer(nn.Module):
             else None
         )
         self.skip = (
-            nn.Parameter(torch.ones(config.num_value_heads)) if self.recipe.scaled_values else None
+            nn.Parameter(torch.ones(config.num_value_heads)) if self.recipe.raw_step else None
         )
         self.gate = nn.Linear(config.width, v_channels, bias=False)
         self.norm = nn.RMSNorm(config.value_dim, eps=config.norm_eps)
@@ -123,9 +122,8 @@ class LinearAttentionLayer(nn.Module):
 
     def _mix(self, x: Tensor, exchange: SequenceExchange) -> Tensor:
         q, k, v = self.project(x, exchange)
-        o = exchange.attend(self.op, self.operator_inputs(x, q, k, v), {}, self.operator_scalars())
-        if self.skip is not None:
-            o = o + self.skip.to(o.dtype)[:, None] * v
+        inputs, scalars = self.operator_inputs(x, q, k, v), self.operator_scalars()
+        o = exchange.attend(self.op, inputs, self.operator_params(), scalars)
         gate = self.gate(x).unflatten(-1, (-1, self.config.value_dim))
         o = self.norm(o.to(gate.dtype)) * F.silu(gate)
         return self.out(o.flatten(-2))
@@ -138,10 +136,15 @@ class LinearAttentionLayer(nn.Module):
         return self._mix(x, DecodeExchange(cache))
 
     def operator_scalars(self) -> dict[str, float]:
-        """Run-time numbers of the operator: 1/sqrt(K), and 1 in Mamba2's form."""
-        if "scale" not in self.op.spec.scalars:
+        """Run-time numbers of the operator: the scale 1/sqrt(K) where it has one."""
+        return {"scale": self.config.key_dim**-0.5} if "scale" in self.op.spec.scalars else {}
+
+    def operator_params(self) -> dict[str, Tensor]:
+        """Learned per-head tensors of the operator."""
+        if not self.recipe.raw_step:
             return {}
-        return {"scale": 1.0 if self.recipe.scaled_values else self.config.key_dim**-0.5}
+        assert isinstance(self.decay, StepDecay) and self.skip is not None
+        return {"A_log": self.decay.A_log, "dt_bias": self.decay.dt_bias, "D": self.skip}
 
     def project(self, x: Tensor, exchange: SequenceExchange) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, K], k [B, T, H, K] and v [B, T, HV, V], convolved; HGRN's q, k are empty."""
@@ -167,10 +170,9 @@ class LinearAttentionLayer(nn.Module):
         inputs = {"q": q, "k": k, "v": v}
         if self.beta is not None:
             inputs["beta"] = torch.sigmoid(accurate(self.beta(x)))
-        if recipe.scaled_values:
+        if recipe.raw_step:
             assert isinstance(self.decay, StepDecay)
-            step = self.decay.step(x)
-            return inputs | {"v": v * step[..., None].to(v.dtype), "g": self.decay.decay(step)}
-        if self.decay is not None:
+            inputs["dt"] = accurate(self.decay.project(x))
+        elif self.decay is not None:
             inputs["g"] = self.decay(x)
         return inputs

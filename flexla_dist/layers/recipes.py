@@ -25,7 +25,8 @@ class Recipe:
     decay: makes the module of log-decays from (config, layer index, number of layers), or None.
     beta: the delta rule's writing strength, sigmoid(x W), is an input.
     unit_keys: q and k have length one (the delta rule needs it to be stable).
-    scaled_values: v is multiplied by the decay's step, and a skip D * v joins the output (Mamba2).
+    raw_step: the spec itself makes the decay from the raw step, A_log and dt_bias, and adds a skip
+        D * v (Mamba2).
     forget_inputs: there are no q and k; the input is (1 - exp(g)) * v (HGRN).
     """
 
@@ -33,7 +34,7 @@ class Recipe:
     decay: Callable[[LayerConfig, int, int], nn.Module] | None = None
     beta: bool = False
     unit_keys: bool = False
-    scaled_values: bool = False
+    raw_step: bool = False
     forget_inputs: bool = False
 
 
@@ -70,7 +71,7 @@ RECIPES: dict[str, Recipe] = {
     "retention": Recipe("retention", _retention),
     "lightning": Recipe("lightning", _lightning),
     "simple_gla": Recipe("simple_gla", _sigmoid),
-    "mamba2": Recipe("simple_gla", _step, scaled_values=True),
+    "mamba2": Recipe("mamba2", _step, raw_step=True),
     "gla": Recipe("gla", _low_rank_sigmoid),
     "hgrn": Recipe("hgrn", _value_sigmoid, forget_inputs=True),
     "delta_rule": Recipe("delta_rule", beta=True, unit_keys=True),
