@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -60,6 +61,21 @@ class StateExchanger:
         self._nodes = self._given_nodes(node_size, node_ids)
         self._watch = Watch(self.ranks, timeout)
         self._channel = Channel(self.ranks, self._watch)
+
+    def using(self, strategy: str, *, node_size: int | None = None) -> StateExchanger:
+        """The same exchanger, order of operations included, with another strategy for its scans."""
+        if strategy != "auto" and strategy not in STRATEGIES:
+            known = ", ".join(["auto", *STRATEGIES])
+            raise ValueError(f"strategy is {strategy!r}, expected one of: {known}")
+        other = copy.copy(self)
+        other.strategy, other.last_choice = strategy, None
+        if node_size is not None:
+            other._nodes = nodes_of_size(self.size, node_size)
+        return other
+
+    def set_timeout(self, seconds: float) -> None:
+        """Seconds a rank waits for a peer at most, from now on."""
+        self._watch.set_timeout(seconds)
 
     @property
     def rank(self) -> int:

@@ -49,16 +49,20 @@ class Watch:
     """
 
     def __init__(self, ranks: GroupRanks, timeout: float) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}, expected a positive number of seconds")
         self._ranks = ranks
-        self._timeout = timeout
+        self.set_timeout(timeout)
         self._board = FailureBoard(ranks)
         self._sequence = 0
         self._asked = time.monotonic()
         self._history: deque[tuple[int, str]] = deque(maxlen=HISTORY)
         self._error: ExchangeError | None = None
         self._on_device: deque[tuple[dist.Work, float, Waiting]] = deque()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Seconds that a wait lasts at most."""
+        if not seconds > 0:
+            raise ValueError(f"timeout is {seconds}, expected a positive number of seconds")
+        self._timeout = seconds
 
     def begin(self, what: str) -> None:
         """Count an operation that every rank of the group takes part in."""
