@@ -15,11 +15,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count()
     for item in items:
-        if "long" in item.keywords and not config.getoption("--long"):
+        if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="a larger grid: --long runs it"))
-        if "gpu" in item.keywords and devices < 1:
+        if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs one CUDA device"))
-        if "multigpu" in item.keywords and devices < 2:
+        if item.get_closest_marker("multigpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA devices"))
 
 

@@ -21,7 +21,7 @@ _UNKNOWN = (
     re.compile(r"Group '(?P<group>[^']+)' does not accept option '(?P<key>[^']+)'"),
     re.compile(r"Key '(?P<key>[^']+)' is not expected"),
     re.compile(r'Key "(?P<key>[^"]+)" is not expected'),
-    re.compile(r"does not accept nested key '(?P<key>[^']+)'"),
+    re.compile(r"Option '(?P<key>[^']+)' is not accepted"),
 )
 
 
@@ -58,7 +58,9 @@ def parse(argv: Sequence[str], prog: str = "flexla-dist train") -> TrainConfig:
 def explain(message: str) -> str:
     """The parser's message, with the nearest valid setting where a name is unknown."""
     message = re.sub(r"<class '([a-z]+)'>", r"\1", message).replace("typing.Literal", "one of ")
-    message = re.sub(r'Parser key "([^"]+)":\s+', r"\1: ", message).replace("Expected a one", "one")
+    message = re.sub(r'Parser key "([^"]+)":\s+', r"\1: ", message).replace(
+        "Expected a one", "Expected one"
+    )
     for pattern in _UNKNOWN:
         found = pattern.search(message)
         if found is None:

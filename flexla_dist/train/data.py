@@ -144,17 +144,14 @@ class Sampler:
             )
         begin = windows[0] * self.length
         starts = self.text.starts - begin
-        inside = starts[(starts > 0) & (starts < self.length)]
-        labels[0, inside - 1] = IGNORED_LABEL
-        return Batch(tokens, labels, torch.cat([inside.new_tensor([0]), inside, _one(self.length)]))
+        opened = starts[(starts > 0) & (starts <= self.length)]
+        labels[0, opened - 1] = IGNORED_LABEL
+        inside = opened[opened < self.length]
+        return Batch(tokens, labels, torch.tensor([0, *inside.tolist(), self.length]))
 
     def _row(self, window: int) -> Tensor:
         begin = window * self.length
         return self.text.data[begin : begin + self.length + 1].long()
-
-
-def _one(value: int) -> Tensor:
-    return torch.tensor([value], dtype=torch.int64)
 
 
 def entropies(text: Text) -> tuple[float, float]:
