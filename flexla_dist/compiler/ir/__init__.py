@@ -1,0 +1,1 @@
+"""The intermediate form: operators, graphs of them, and their derivatives."""

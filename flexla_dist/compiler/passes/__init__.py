@@ -1,0 +1,1 @@
+"""Rewrite passes: rules as data, one engine."""

@@ -1,0 +1,168 @@
+"""The compiler on one screen: from a spec to programs that an executor runs.
+
+    1. trace          the user's callables, twice, into one graph
+    2. padding        decay_mode is the identity on a chunk of padding
+    3. passes         canonical spelling, transposes, domain operators; verified after each
+    4. signs          no exponential can overflow
+    5. transition     decay_mode is affine; its element (M, S_hat) and the kind of M
+    6. differentiate  the adjoint element and the gradients, from the same graph
+    7. partition      programs by what is known when
+
+Contract: `compile_graphs` is a pure function of the spec; every intermediate form is kept in `stages`, in
+order, and prints. Steps 6 and 7 are made when first asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from flexla_dist.compiler.affine import Transition, derive_transition
+from flexla_dist.compiler.differentiate import differentiate
+from flexla_dist.compiler.ir.graph import Builder, Cell
+from flexla_dist.compiler.padding import prove_padding_identity
+from flexla_dist.compiler.partition import Program, partition
+from flexla_dist.compiler.passes.engine import Rule, rewrite
+from flexla_dist.compiler.passes.order import BACKWARD_PASSES, FORWARD_PASSES, UNPADDED_PASSES
+from flexla_dist.compiler.signs import analyse_signs
+from flexla_dist.compiler.trace.stages import state_argument, trace_spec
+from flexla_dist.compiler.verify import verify_cell
+from flexla_dist.spec.spec import LinearAttentionSpec
+
+Passes = Sequence[tuple[str, tuple[Rule, ...]]]
+GRAD_OUTPUT = "grad_output"
+_DIFFERENTIABLE = ("input", "log_decay", "param")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One intermediate form: what was done, the graph after it, which rules fired how often."""
+
+    name: str
+    cell: Cell
+    fired: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Graphs:
+    """Everything that is derived from a spec, independent of any executor.
+
+    `forward(padded)` has the results `output`, `local_<s>`, `decay_<s>`, `matrix_<s>`;
+    `backward(padded)` has `adjoint_<s>` (G_hat), the elements again, and `grad_<name>` of every input
+    and parameter.
+    """
+
+    spec: LinearAttentionSpec
+    stages: tuple[Stage, ...]
+    transitions: dict[str, Transition]
+
+    @property
+    def cell(self) -> Cell:
+        """The final forward graph."""
+        return self.stages[-1].cell
+
+    @property
+    def elements(self) -> list[str]:
+        """Names of the results that make up the elements (M, S_hat)."""
+        prefixes = ("local_", "decay_", "matrix_", "log_decay", "log_weight")
+        return [name for name in self.cell.outputs if name.startswith(prefixes)]
+
+    @functools.cached_property
+    def structural_hash(self) -> str:
+        """Hash of the graph, equal for equal callables whatever their Python identity."""
+        text = "\n".join(line.split("#")[0].rstrip() for line in str(self.cell).splitlines())
+        dims = repr((self.spec.state_dims, self.spec.output_dims, dict(self.spec.padding)))
+        return hashlib.sha256((text + dims).encode()).hexdigest()[:16]
+
+    @functools.cache  # noqa: B019  (one entry for padded, one for whole chunks)
+    def forward(self, padded: bool) -> Cell:
+        """Forward graph; without padding selections when `padded` is false."""
+        cell = self.cell
+        keep = {n: x for n, x in cell.outputs.items() if not n.startswith("next_")}
+        cell = _restrict(cell, list(keep))
+        return cell if padded else run_passes(cell, UNPADDED_PASSES, [])
+
+    @functools.cache  # noqa: B019
+    def backward(self, padded: bool) -> Cell:
+        """Backward graph, see the class."""
+        cell = _backward_cell(self.spec, self.cell)
+        passes = BACKWARD_PASSES if padded else (*UNPADDED_PASSES, *BACKWARD_PASSES)
+        return run_passes(cell, passes, [])
+
+    @functools.cache  # noqa: B019
+    def programs(self, direction: str, padded: bool) -> dict[int, Program]:
+        """Programs by level of `forward`, `backward`, `summary` (elements only) or
+        `adjoint_summary` (elements and G_hat)."""
+        if direction == "summary":
+            return partition(self.forward(padded), self.elements)
+        if direction == "adjoint_summary":
+            cell = self.backward(padded)
+            names = [n for n in cell.outputs if not n.startswith("grad_")]
+            return partition(cell, names)
+        cell = self.forward(padded) if direction == "forward" else self.backward(padded)
+        return partition(cell)
+
+
+def compile_graphs(spec: LinearAttentionSpec, strict: bool = False) -> Graphs:
+    """Steps 1 to 5; raises TraceError kinds with the user's line."""
+    traced = trace_spec(spec)
+    verify_cell(traced, "trace")
+    stages = [Stage("trace", traced)]
+    prove_padding_identity(traced, spec)
+    cell = run_passes(traced, FORWARD_PASSES, stages)
+    analyse_signs(cell, spec, strict=strict)
+    cell, transitions = derive_transition(spec, cell)
+    verify_cell(cell, "transition")
+    stages.append(Stage("transition", cell))
+    run_passes(cell, FORWARD_PASSES[-1:], stages)
+    return Graphs(spec, tuple(stages), transitions)
+
+
+def run_passes(cell: Cell, passes: Passes, stages: list[Stage]) -> Cell:
+    """Run passes in order, verifying after each; what they did is appended to `stages`."""
+    results = {name: node.meta["dims"] for name, node in cell.outputs.items()}
+    for name, rules in passes:
+        cell, fired = rewrite(cell, rules)
+        verify_cell(cell, name, results)
+        stages.append(Stage(name, cell, fired))
+    return cell
+
+
+def _restrict(cell: Cell, names: list[str]) -> Cell:
+    builder = Builder()
+    results = cell.copy_into(builder)
+    return builder.finish({name: results[name] for name in names})  # type: ignore[misc]
+
+
+def _backward_cell(spec: LinearAttentionSpec, cell: Cell) -> Cell:
+    """The joint graph: G_hat from the output alone, gradients from output and next states."""
+    builder = Builder()
+    forward = cell.copy_into(builder)
+    seed = builder.placeholder(GRAD_OUTPUT, spec.output_dims, "grad_output")
+    output: fx.Node = forward["output"]  # type: ignore[assignment]
+    states = {
+        name: builder.placeholder(state_argument(name), dims, "state")
+        for name, dims in spec.state_dims.items()
+    }
+    results: dict[str, fx.Node] = {}
+    adjoint = differentiate(builder, [(output, seed)], states.values())
+    for name, node in states.items():
+        found = adjoint[node]
+        dims = spec.state_dims[name]
+        results[f"adjoint_{name}"] = found if found is not None else builder.expand(0.0, dims)
+    seeds = [(output, seed)]
+    for name, dims in spec.state_dims.items():
+        following: fx.Node = forward[f"next_{name}"]  # type: ignore[assignment]
+        seeds.append((following, builder.placeholder(f"grad_next_{name}", dims, "grad_next")))
+    wanted = [n for n in builder.placeholders.values() if n.meta["role"] in _DIFFERENTIABLE]
+    for node, gradient in differentiate(builder, seeds, wanted).items():
+        if gradient is not None:
+            results[f"grad_{node.meta['key']}"] = gradient
+    for name, node in forward.items():
+        if name.startswith(("local_", "decay_", "matrix_", "log_decay", "log_weight")):
+            results[name] = node  # type: ignore[assignment]
+    return builder.finish(results)

@@ -1,0 +1,227 @@
+"""Runs the user's callables on stand-ins and records the graph.
+
+Contract: `Tracer` owns one builder; `run_stage` calls a callable and returns what it returned, with every
+mistake turned into a `TraceError` that names spec, stage, source line and fix. Torch functions reach
+`torch_function` through a function mode, constant factories included; the spellings understood are the table
+`LOWERINGS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.ir.graph import Builder, Mark
+from flexla_dist.compiler.ir.operators import ShapeRuleError
+from flexla_dist.compiler.trace.lowering import LOWERINGS, supported_names
+from flexla_dist.compiler.trace.proxy import DimSize, Traced, user_line
+from flexla_dist.errors import TraceError
+from flexla_dist.shapes import UNIT_DIM, format_dims, nearest
+from flexla_dist.spec.values import Values
+
+_ALIASES = {
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "special_expit": "sigmoid",
+    "negative": "neg",
+    "absolute": "abs",
+    "mm": "matmul",
+    "mv": "matmul",
+    "transpose_": "transpose",
+    "greater_equal": "ge",
+    "greater": "gt",
+    "less_equal": "le",
+    "less": "lt",
+    "linalg_inv": "inverse",
+    "inv": "inverse",
+    "linalg_solve_triangular": "solve_triangular",
+    "log_sigmoid": "logsigmoid",
+    "special_expm1": "expm1",
+    "special_log1p": "log1p",
+    "special_softmax": "softmax",
+    "bitwise_not": "logical_not",
+    "bitwise_and": "logical_and",
+    "bitwise_or": "logical_or",
+    "permute_dims": "permute",
+    "swapaxes": "transpose",
+    "t": "mT",
+    "clamp_": "clamp",
+    "clip": "clamp",
+    "rsub": "rsub",
+}
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, tracer: Tracer):
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.tracer.torch_function(func, args, kwargs or {})
+
+
+class Tracer:
+    """Records callables of one spec into one graph; `primes` are the stand-in sizes."""
+
+    def __init__(self, spec_name: str, dim_names: list[str], primes: list[int]):
+        self.builder = Builder()
+        self.spec_name = spec_name
+        self.stage = ""
+        self._sizes = {
+            name: DimSize(prime, name, self)
+            for name, prime in zip(dim_names, primes, strict=True)
+        }
+        self._by_prime = {int.__int__(size): size.name for size in self._sizes.values()}
+
+    # -- errors -------------------------------------------------------------------------------
+
+    def error(self, message: str) -> TraceError:
+        """The error to raise at the user's current line."""
+        return TraceError(message, spec=self.spec_name, stage=self.stage, origin=user_line())
+
+    # -- values -------------------------------------------------------------------------------
+
+    def dim_size(self, dim: str) -> int:
+        """What `shape` shows for a dim."""
+        return 1 if dim == UNIT_DIM else self._sizes[dim]
+
+    def dim_named(self, size: Any) -> str:
+        """The dim behind a size that the user passed to a factory or `expand`."""
+        if isinstance(size, DimSize):
+            return size.name
+        if isinstance(size, int) and size == 1:
+            return UNIT_DIM
+        if isinstance(size, int) and size in self._by_prime:
+            return self._by_prime[size]
+        raise self.error(
+            f"a fixed size {size!r}; sizes must come from x.shape, so that one graph serves all"
+        )
+
+    def size(self, dim: str) -> Traced:
+        """The size of a dim as a value."""
+        return self.wrap(self.emit(ops.size, self.builder.sizes, dim=dim))
+
+    def wrap(self, node: fx.Node) -> Traced:
+        """A node as the user sees it."""
+        return Traced(node, self)
+
+    def emit(self, fn: Callable[..., Any], *operands: Any, **attrs: Any) -> fx.Node:
+        """Add a node marked with stage and user line; misfits become TraceErrors."""
+        origin = user_line()
+        self.builder.mark = Mark(self.stage, origin)
+        try:
+            return self.builder.emit(fn, *operands, **attrs)
+        except ShapeRuleError as misfit:
+            raise TraceError(
+                f"{fn.__name__}: {misfit}", spec=self.spec_name, stage=self.stage, origin=origin
+            ) from None
+
+    def operand(self, value: Any) -> fx.Node | float:
+        """A node or a plain number from what the user passed."""
+        if isinstance(value, Traced):
+            if value.tracer is not self:
+                raise self.error("a value kept from another trace; callables must be pure")
+            return value.node
+        if isinstance(value, DimSize):
+            return self.size(value.name).node
+        if isinstance(value, bool | int | float):
+            return float(value)
+        if isinstance(value, torch.Tensor):
+            with torch._C.DisableTorchFunction():
+                shape = tuple(value.shape)
+            raise self.error(
+                f"a tensor of shape {shape} from outside enters the callable (closure "
+                "over a tensor). Declare it in `inputs` (per token), `params` (learned, per head) "
+                "or `scalars` (a number)"
+            )
+        raise self.error(
+            f"{type(value).__name__} is no operand; expected a value of the chunk or a number"
+        )
+
+    # -- dispatch -----------------------------------------------------------------------------
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Lower one operation by its canonical name."""
+        lowering = LOWERINGS.get(name)
+        if lowering is None:
+            raise self._unsupported(name)
+        try:
+            return lowering(self, *args, **kwargs)
+        except TypeError as wrong:
+            if "argument" not in str(wrong):
+                raise
+            raise self.error(f"{name}: these arguments are not supported ({wrong})") from None
+
+    def torch_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Lower a torch function or a domain operator."""
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):
+            owner = getattr(func, "__self__", None)
+            name = getattr(owner, "__name__", name)
+        name = name.removeprefix("__").removesuffix("__")
+        name = _ALIASES.get(name, name)
+        return self.call(name, *args, **kwargs)
+
+    def method(self, value: Traced, name: str) -> Callable[..., Any]:
+        """A tensor method by name."""
+        canonical = _ALIASES.get(name, name)
+        if canonical not in LOWERINGS:
+            raise self._unsupported(name)
+        return lambda *args, **kwargs: self.call(canonical, value, *args, **kwargs)
+
+    def _unsupported(self, name: str) -> TraceError:
+        known = supported_names()
+        hint = nearest(name, known)
+        return self.error(
+            f"operator {name!r} is not supported{hint}. Supported: {', '.join(known)}"
+        )
+
+    # -- stages -------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_stage(self, stage: str) -> Iterator[None]:
+        """Operations inside belong to `stage`."""
+        before, self.stage = self.stage, stage
+        try:
+            with _Mode(self):
+                yield
+        finally:
+            self.stage = before
+
+    def values(self, nodes: Mapping[str, fx.Node], kind: str) -> Values:
+        """Nodes as the namespace that a callable receives."""
+        wrapped = {name: self.wrap(node) for name, node in nodes.items()}
+        return Values(wrapped, kind, self.error)
+
+    def result(self, what: str, value: Any) -> fx.Node:
+        """A returned value as a node; anything else is an error."""
+        if isinstance(value, Traced):
+            return value.node
+        if isinstance(value, bool | int | float):
+            return self.builder.expand(float(value), ())
+        raise TraceError(
+            f"{what} is {type(value).__name__}; expected a tensor computed from the arguments",
+            spec=self.spec_name,
+            stage=self.stage,
+        )
+
+    def fit(self, what: str, node: fx.Node, dims: tuple[str, ...]) -> fx.Node:
+        """The node broadcast to declared dims, or an error that shows both."""
+        self.builder.mark = Mark(self.stage, node.meta["origin"])
+        try:
+            return self.builder.expand(node, dims)
+        except ShapeRuleError:
+            raise TraceError(
+                f"{what} has dims {format_dims(node.meta['dims'])}; expected {format_dims(dims)}",
+                spec=self.spec_name,
+                stage=self.stage,
+                origin=node.meta["origin"],
+            ) from None

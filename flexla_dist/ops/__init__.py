@@ -1,0 +1,1 @@
+"""Public operators: compiled specs and the functions named as in flash-linear-attention."""

@@ -1,0 +1,219 @@
+"""A compiled spec as a callable operator.
+
+Contract: `compile(spec)` returns a `LinearAttentionOp`; calling it runs forward, and backward through
+autograd, on the executor asked for. Nothing falls back: an executor that cannot run is an error, and
+`last_plan` says what ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexla_dist.compiler.executor.problem import FLOAT_TYPES, Problem, bind
+from flexla_dist.compiler.executor.torch_executor import TorchExecutor
+from flexla_dist.compiler.pipeline import Graphs, compile_graphs
+from flexla_dist.errors import ArgumentError, ArgumentTypeError, ExecutorError
+from flexla_dist.ops.autograd import Call, Executor, LocalAttention
+from flexla_dist.ops.check import check_spec
+from flexla_dist.shapes import nearest
+from flexla_dist.spec.spec import LinearAttentionSpec
+
+EXECUTORS = {"torch": TorchExecutor}
+State = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call ran: executor, chunk size, chunks and documents."""
+
+    executor: str
+    chunk_size: int
+    num_chunks: int
+    num_sequences: int
+
+
+class LinearAttentionOp:
+    """An operator compiled from a `LinearAttentionSpec`.
+
+    Calling it computes, for every document and head, `S_n = decay_mode(S_{n-1}, chunk_n)` and
+    `o_n = merge_mode(S_{n-1}, chunk_n)` over chunks of the sequence.
+    """
+
+    def __init__(self, graphs: Graphs, executor: str | None, chunk_size: int | None):
+        self.graphs = graphs
+        self.spec = graphs.spec
+        self.chunk_size = chunk_size
+        self.last_plan: Plan | None = None
+        self._default = executor
+        self._executors: dict[str, Executor] = {}
+        if executor is not None:
+            self.executor(executor)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
+        return f"LinearAttentionOp({self.spec.name}, M = {{{kinds}}})"
+
+    def executor(self, name: str | None = None) -> Executor:
+        """The executor called `name`, or the default one.
+
+        Raises ExecutorError for an unknown name, listing those that exist.
+        """
+        name = name or self._default or "torch"
+        if name not in EXECUTORS:
+            raise ExecutorError(
+                f"executor {name!r} does not exist{nearest(name, EXECUTORS)}; "
+                f"expected one of: {', '.join(EXECUTORS)}"
+            )
+        if name not in self._executors:
+            self._executors[name] = EXECUTORS[name](self.graphs)
+        return self._executors[name]
+
+    def bind(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor] | None = None,
+        scalars: Mapping[str, float] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+    ) -> Problem:
+        """Check arguments and describe the call; see `flexla_dist.compiler.executor.problem.bind`."""
+        return bind(self.spec, inputs, params or {}, scalars or {}, cu_seqlens, self.chunk_size)
+
+    def __call__(
+        self,
+        *,
+        initial_state: State | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        executor: str | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, State | None]:
+        """Run the operator.
+
+        Args:
+            initial_state: [N, HV, *dims] a state, a tuple in declared order for several (log-scaled specs
+                have m [N, HV] last); None is zeros.
+            output_final_state: also return the states after each document.
+            cu_seqlens: [N + 1] offsets of documents packed along T; needs B = 1.
+            executor: name of the executor of this call.
+            arguments: the inputs [B, T, H, ...], parameters [HV, ...] and scalars of the spec by name.
+
+        Returns:
+            Output [B, T, HV, ...] and the final state (None unless asked for), float32, or float64
+            for float64 inputs.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: names, shapes, heads, dtypes or offsets do not fit.
+        """
+        inputs, params, scalars = self._sort(arguments)
+        problem = self.bind(inputs, params, scalars, cu_seqlens)
+        chosen = self.executor(executor)
+        output, exit_state = run_local(chosen, problem, initial_state)
+        layout = problem.layout
+        self.last_plan = Plan(
+            chosen.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
+        )
+        return output, (exit_state if output_final_state else None)
+
+    def recurrent_step(
+        self,
+        state: State | None = None,
+        *,
+        executor: str | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, State]:
+        """One token of decoding: the spec at C = 1.
+
+        Args:
+            state: the states before the token, as `initial_state`; None is zeros.
+            arguments: as for the call, with inputs [B, 1, H, ...].
+
+        Returns:
+            Output [B, 1, HV, ...] and the next state.
+        """
+        inputs, params, scalars = self._sort(arguments)
+        for name, x in inputs.items():
+            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != 1:
+                raise ArgumentError(
+                    f"{self.spec.name}: recurrent_step takes one token, input {name!r} has "
+                    f"T = {x.shape[1]}; call the operator itself for a whole prompt"
+                )
+        problem = self.bind(inputs, params, scalars)
+        return run_local(self.executor(executor), problem, state)
+
+    def _sort(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+        inputs, params, scalars = {}, {}, {}
+        spec = self.spec
+        for name, value in arguments.items():
+            if name in spec.inputs:
+                inputs[name] = value
+            elif name in spec.params:
+                params[name] = value
+            elif name in spec.scalars:
+                scalars[name] = value
+            else:
+                known = (*spec.inputs, *spec.params, *spec.scalars)
+                raise ArgumentTypeError(
+                    f"{spec.name}: unexpected argument {name!r}{nearest(name, known)}; "
+                    f"expected {', '.join(known)}"
+                )
+        return inputs, params, scalars
+
+
+def run_local(
+    executor: Executor, problem: Problem, initial: State | None
+) -> tuple[Tensor, State]:
+    """Run a problem through autograd on one device; returns output and exit state."""
+    entry = problem.entry_state(initial)
+    call = Call.of(problem)
+    tensors = (*problem.inputs.values(), *problem.params.values())
+    output, *leave = LocalAttention.apply(executor, call, len(entry), *entry, *tensors)
+    return output, pack_state(problem.spec, tuple(leave))
+
+
+def pack_state(spec: LinearAttentionSpec, states: tuple[Tensor, ...]) -> State:
+    """One tensor for a spec with one plain state, else the tuple."""
+    return states[0] if spec.single_state and spec.log_scaled is None else states
+
+
+def compile(
+    spec: LinearAttentionSpec,
+    *,
+    executor: str | None = None,
+    chunk_size: int | None = None,
+    strict: bool = False,
+    check: bool = False,
+) -> LinearAttentionOp:
+    """Compile a spec into an operator with a derived backward.
+
+    Args:
+        executor: default executor; None chooses by device.
+        chunk_size: tokens of a chunk, a power of two; None lets the executor choose.
+        strict: turn numerics warnings (an exponential that may overflow) into errors.
+        check: also run the spec on random data with C = 1, 5 and 64 and name the stage that differs.
+
+    Raises:
+        TraceError and its kinds: a callable breaks a rule; message with stage, line and fix.
+        CheckError: `check=True` found a stage that depends on the chunk size.
+    """
+    if not isinstance(spec, LinearAttentionSpec):
+        raise ArgumentTypeError(
+            f"compile takes a LinearAttentionSpec, got {type(spec).__name__}"
+        )
+    if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
+        raise ArgumentError(f"chunk_size must be a power of two, got {chunk_size}")
+    op = LinearAttentionOp(compile_graphs(spec, strict=strict), executor, chunk_size)
+    if check:
+        check_spec(op)
+    return op
+
+
+def is_float(x: Tensor) -> bool:
+    """True for a dtype that operators take."""
+    return x.dtype in FLOAT_TYPES and isinstance(x, torch.Tensor)
