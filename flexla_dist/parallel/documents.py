@@ -1,9 +1,9 @@
 """Where shards and documents begin and end.
 
-Contract: plain arithmetic on the CPU, the same on every rank. A shard is the half-open span of tokens
-that one rank owns; spans are contiguous, in rank order, and may be empty. A document crosses a cut at
-token c when it starts before c and ends after c. An empty document belongs to the rank that owns its
-position, or to the last rank with tokens when it lies at the very end.
+Contract: plain arithmetic on the CPU, the same on every rank. A shard is the half-open span of
+tokens that one rank owns; spans are contiguous, in rank order, and may be empty. A document
+crosses a cut at token c when it starts before c and ends after c. An empty document belongs to
+the rank that owns its position, or to the last rank with tokens when it lies at the very end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ def check_lengths(lengths: Sequence[int], ranks: int, total: int | None = None) 
     result = tuple(int(length) for length in lengths)
     if len(result) != ranks:
         raise ShardingError(
-            f"lengths has {len(result)} entries, expected one for each of the {ranks} ranks: {result}"
+            f"lengths has {len(result)} entries, expected one for each of the {ranks} ranks: "
+            f"{result}"
         )
     if min(result) < 0:
         raise ShardingError(f"lengths must not be negative, got {result}")
@@ -69,11 +70,11 @@ def read_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> Offsets:
             "cu_seqlens must start with 0 and end with the number of tokens, at least two numbers; "
             f"got {_short(starts)}"
         )
-    for index, (low, high) in enumerate(zip(starts, starts[1:], strict=False)):
+    for index, (low, high) in enumerate(pairwise(starts)):
         if high < low:
             raise ShardingError(
-                f"cu_seqlens must not decrease: entry {index} is {low}, entry {index + 1} is {high}; "
-                "sort the documents by their place in the packed row"
+                f"cu_seqlens must not decrease: entry {index} is {low}, entry {index + 1} is "
+                f"{high}; sort the documents by their place in the packed row"
             )
     return starts
 
@@ -87,10 +88,10 @@ def _short(values: Sequence[int]) -> str:
 class LocalDocuments:
     """The documents of one shard.
 
-    cu_seqlens: their starts counted from the shard's first token, N_local + 1 numbers. first: global
-    index of the first one. continued: the first one started on an earlier rank. continues: the last
-    one goes on on a later rank. A shard without tokens has no documents (`cu_seqlens` is `(0,)`), but
-    both flags are set when a document passes over it.
+    cu_seqlens: their starts counted from the shard's first token, N_local + 1 numbers. first:
+    global index of the first one. continued: the first one started on an earlier rank. continues:
+    the last one goes on on a later rank. A shard without tokens has no documents (`cu_seqlens` is
+    `(0,)`), but both flags are set when a document passes over it.
     """
 
     cu_seqlens: Offsets
@@ -111,7 +112,7 @@ class LocalDocuments:
     @property
     def ending(self) -> range:
         """Local indices of the documents whose last token is here (empty documents included)."""
-        return range(0, self.count - (1 if self.continues and self.count else 0))
+        return range(self.count - (1 if self.continues and self.count else 0))
 
 
 def crosses(starts: Offsets, cut: int) -> bool:
@@ -154,7 +155,7 @@ def _local_documents(
 
 
 def documents_of_ranks(starts: Offsets, lengths: Sequence[int]) -> tuple[LocalDocuments, ...]:
-    """The documents of every rank's shard; together they own every document's start and end once."""
+    """The documents of every rank's shard; every start and every end is owned once."""
     offsets = shard_offsets(lengths)
     if offsets[-1] != starts[-1]:
         raise ShardingError(
@@ -175,7 +176,7 @@ def crossing_cuts(starts: Offsets, lengths: Sequence[int]) -> tuple[bool, ...]:
 
 
 def reach_back(starts: Offsets, position: int) -> int:
-    """How many tokens before `position` belong to the document that crosses it; 0 where none does."""
+    """How many tokens before `position` are of the document that crosses it; 0 for none."""
     if not crosses(starts, position):
         return 0
     return position - starts[bisect_right(starts, position) - 1]

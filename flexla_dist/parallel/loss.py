@@ -1,13 +1,15 @@
 """Cross entropy of a sharded sequence, right under averaging data parallelism.
 
-Contract: the objective is the sum of the token losses of all ranks and all accumulation micro-batches
-over the number of their counted labels. A rank computes its local sum over the global count; because
-DDP and FSDP then average the gradients over the ranks, it is multiplied by their number.
+Contract: the objective is the sum of the token losses of all ranks and all accumulation
+micro-batches over the number of their counted labels. A rank computes its local sum over the
+global count; because DDP and FSDP then average the gradients over the ranks, it is multiplied by
+their number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -42,7 +44,7 @@ def shift_labels(
                 f"cu_seqlens ends at {starts[-1]}, but ids has {ids.shape[-1]} tokens; labels are "
                 "shifted on the whole row, before it is sharded"
             )
-        last = [end - 1 for start, end in zip(starts, starts[1:], strict=False) if end > start]
+        last = [end - 1 for start, end in pairwise(starts) if end > start]
         labels[..., torch.tensor(last, dtype=torch.int64, device=ids.device)] = ignore_index
     return labels
 
@@ -83,8 +85,9 @@ def sequence_loss(
 
     Args:
         logits: [B, T_local, vocabulary]; T_local may be 0.
-        labels: [B, T_local], shifted before sharding (`shift_labels`); `ignore_index` is not counted.
-        mesh: every rank that sees different tokens: the (dp, cp) mesh, or a group; None for one
+        labels: [B, T_local], shifted before sharding (`shift_labels`); `ignore_index` is not
+        counted. mesh: every rank that sees different tokens: the (dp, cp) mesh, or a group; None
+        for one
             process.
         count: counted labels over the mesh and over all accumulation micro-batches
             (`global_token_count`); None counts this micro-batch alone, with a collective.
@@ -111,7 +114,7 @@ def sequence_loss(
 
 
 def mean_loss(loss: Tensor, mesh: MeshOrGroup | None, *, averaged: bool = True) -> Tensor:
-    """The global loss to report from every rank's `sequence_loss`, without gradient; a collective."""
+    """The global loss to report, from every rank's `sequence_loss`; no gradient, a collective."""
     total = loss.detach().clone()
     if mesh is None:
         return total

@@ -1,7 +1,7 @@
 """Process groups out of meshes.
 
-Contract: ranks always come from the group passed in; nothing is remembered here and no world rank is
-ever computed with.
+Contract: ranks always come from the group passed in; nothing is remembered here and no world rank
+is ever computed with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MeshOrGroup: TypeAlias = DeviceMesh | ProcessGroup
 
 
 def sequence_group(mesh: MeshOrGroup | None, group: ProcessGroup | None = None) -> ProcessGroup:
-    """The group over which a sequence is cut: of a one-dimensional mesh such as `mesh["cp"]`, or the
+    """The group over which a sequence is cut: of a one-dimensional mesh such as `mesh["cp"]`, or
+    the
     group itself. Exactly one of the two is given; ShardingError otherwise."""
     if (mesh is None) == (group is None):
         raise ShardingError(

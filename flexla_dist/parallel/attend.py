@@ -1,0 +1,147 @@
+"""A compiled operator on one shard: local work and state exchange as one autograd node.
+
+Contract: the node is in the graph of every rank, whatever its own inputs require, and does the same
+exchanges on every rank, decided from the plan and from a flag that the ranks agreed on. Forward
+sends the state that leaves the last local document and receives the one that enters the first;
+backward does the same with gradients, reversed. A shard without tokens passes on what it
+receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flexla_dist.errors import DoubleBackwardError
+from flexla_dist.parallel.local_call import LocalCall, LocalForward, States
+
+
+class ShardedAttend(torch.autograd.Function):
+    """(output, *final states) of a compiled operator on this rank's shard.
+
+    Tensors are the inputs and parameters in the order of the call's names, then the initial states.
+    `anchor` requires a gradient where any rank wants one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: LocalCall, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs, params, initial = call.split(tensors)
+        with full_precision(tensors):
+            problem = call.bind(inputs, params)
+            blank, batch = call.blank_states(problem), problem.batch
+            call.check_initial(initial, blank, batch)
+            entry = call.entry(blank, _entering(call, problem, params, initial), initial)
+            if call.plan.tokens:
+                result = call.executor.forward(problem, entry)
+                output, exits, kept = result.output, result.exit, result.saved
+            else:
+                output, exits, kept = _no_output(call, problem), entry, ()
+            finals = call.final_states(exits, batch)
+        ctx.call, ctx.states, ctx.initial = call, len(entry), [(t.shape, t.dtype) for t in initial]
+        ctx.save_for_backward(*inputs.values(), *params.values(), *entry, *kept)
+        if not call.replay:
+            call.record.open_nodes += any(ctx.needs_input_grad)
+        if finals and call.op.spec.log_scaled is not None:
+            ctx.mark_non_differentiable(finals[-1])
+        return (output, *finals)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor, *grad_finals: Tensor) -> tuple[Tensor | None, ...]:
+        call: LocalCall = ctx.call
+        saved = ctx.saved_tensors
+        tag = replace(call.tag, direction="backward")
+        with _guard(call, f"backward of {call.op.spec.name} ({tag})"), full_precision(saved):
+            if torch.is_grad_enabled():
+                raise DoubleBackwardError(
+                    f"{call.op.spec.name}: a second derivative was asked for (create_graph=True); "
+                    "sharded linear attention has first derivatives only"
+                )
+            inputs, params, rest = call.split(saved)
+            ran = LocalForward(rest[: ctx.states], rest[ctx.states :])
+            grads = _backward(ctx, call, inputs, params, ran, grad_output, grad_finals)
+        call.record.open_nodes -= 1
+        return (None, None, *grads)
+
+
+def full_precision(tensors: Sequence[Tensor]) -> torch.autocast:
+    """Autocast off, forward and backward: the operator keeps states in full precision itself."""
+    return torch.autocast(tensors[0].device.type, enabled=False)
+
+
+def _guard(call: LocalCall, what: str) -> AbstractContextManager[None]:
+    return nullcontext() if call.exchanger is None else call.exchanger.guard(what)
+
+
+def _entering(
+    call: LocalCall, problem: Any, params: Mapping[str, Tensor], initial: States
+) -> States:
+    """The state that enters the first local document: exchanged, or from the record."""
+    if call.exchanger is None or not call.plan.communicates:
+        return ()
+    if call.replay:
+        return call.record.states[call.index]
+    template = tuple(t[call.rows.first] for t in problem.zero_state())
+    with _disable_current_modes():
+        element = call.leaving(problem, params, initial)
+        state = call.exchanger.prefix(element, call.plan.crossing, call.tag, template)
+    call.record.states.append(state)
+    return state
+
+
+def _no_output(call: LocalCall, problem: Any) -> Tensor:
+    """The output [B, 0, HV, ...] of a shard without tokens."""
+    batch, _, *rest = problem.output_shape()
+    return torch.empty(batch, 0, *rest, dtype=problem.output_dtype, device=problem.device)
+
+
+def _backward(
+    ctx: Any,
+    call: LocalCall,
+    inputs: dict[str, Tensor],
+    params: dict[str, Tensor],
+    ran: LocalForward,
+    grad_output: Tensor,
+    grad_finals: States,
+) -> list[Tensor | None]:
+    """Gradients of inputs, parameters and initial states, in the order of the node's tensors."""
+    tag = replace(call.tag, direction="backward")
+    if call.finals == "broadcast":
+        grad_finals = call.sum_over_ranks(grad_finals, tag)
+    problem = call.bind(inputs, params)
+    grad_exit = call.grad_exit(ran.entry, grad_finals)
+    if call.exchanger is not None and call.plan.communicates:
+        element = call.returning(problem, params, ran, grad_output, grad_exit)
+        template = tuple(torch.zeros_like(s.local) for s in element.states)
+        entering = call.exchanger.suffix(element, call.plan.crossing, tag, template)
+        if call.plan.sends:
+            for grad, received in zip(grad_exit, entering, strict=False):
+                grad[call.rows.last] = received
+    wanted = ctx.needs_input_grad[2:]
+    if not any(wanted):
+        return [None] * len(wanted)
+    if call.plan.tokens == 0:
+        zeros = [torch.zeros_like(t) for t in (*inputs.values(), *params.values())]
+        return [*zeros, *_initial_gradients(ctx, call, grad_exit)]
+    grads = call.executor.backward(problem, ran.saved, ran.entry, grad_output, grad_exit)
+    named = [grads.inputs[name] for name in inputs] + [grads.params[name] for name in params]
+    found = [*named, *_initial_gradients(ctx, call, grads.entry)]
+    return [g if w else None for g, w in zip(found, wanted, strict=True)]
+
+
+def _initial_gradients(ctx: Any, call: LocalCall, grad_entry: States) -> list[Tensor | None]:
+    """Gradients [N, HV, ...] of initial states: rows of documents that start here, else zero."""
+    found: list[Tensor | None] = []
+    for place, (shape, dtype) in enumerate(ctx.initial):
+        if place >= len(grad_entry) or grad_entry[place] is None:
+            found.append(None)
+            continue
+        grad = grad_entry[place].new_zeros(shape)
+        grad[call.rows.whole_start] = grad_entry[place][call.rows.start]
+        found.append(grad.to(dtype))
+    return found

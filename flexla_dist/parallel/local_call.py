@@ -1,0 +1,251 @@
+"""One call of a compiled operator on one shard, piece by piece.
+
+Contract: everything here follows from the plan. States are [N_local, HV, ...] in the executor's
+order, with one blank row where a shard has no documents. A shard without tokens computes nothing:
+its element is the identity, in the structure that the operator's other shards have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from flexla_dist.comm.element import Element, StateElement, apply, identity_like
+from flexla_dist.comm.exchange import StateExchanger
+from flexla_dist.comm.tag import Tag
+from flexla_dist.errors import ArgumentError
+from flexla_dist.parallel.plan import SequencePlan
+from flexla_dist.parallel.recompute import CallRecord
+from flexla_dist.parallel.rows import Rows
+
+States = tuple[Tensor, ...]
+Finals = Literal["none", "owner", "broadcast"]
+Blanks = dict[tuple, Element]
+
+
+@dataclass(frozen=True)
+class LocalForward:
+    """What backward reads besides the inputs."""
+
+    entry: States
+    saved: States
+
+
+@dataclass(eq=False)
+class LocalCall:
+    """Everything of a call that is no tensor; captured by the autograd node.
+
+    op, executor: the compiled operator and the executor to use. exchanger: of the group, None with
+    one rank. tag: place of the call. record, index: where received states are kept. replay: reuse
+    them instead of communicating. finals: who gets final states. blanks: elements of no tokens by
+    signature, kept by the caller.
+    """
+
+    op: Any
+    executor: Any
+    input_names: tuple[str, ...]
+    param_names: tuple[str, ...]
+    scalars: Mapping[str, float]
+    plan: SequencePlan
+    exchanger: StateExchanger | None
+    tag: Tag
+    record: CallRecord
+    index: int
+    replay: bool
+    finals: Finals
+    blanks: Blanks
+    rows: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = Rows.of(self.plan)
+
+    # -- binding ------------------------------------------------------------------------------
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[dict, dict, States]:
+        """Inputs and parameters by name, and the tensors after them."""
+        first, second = len(self.input_names), len(self.input_names) + len(self.param_names)
+        inputs = dict(zip(self.input_names, tensors[:first], strict=True))
+        params = dict(zip(self.param_names, tensors[first:second], strict=True))
+        return inputs, params, tuple(tensors[second:])
+
+    def bind(self, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Any:
+        """The operator's problem for this shard; of one blank token where the shard has none."""
+        for name, x in inputs.items():
+            if x.dim() < 2 or x.shape[1] != self.plan.tokens:
+                raise ArgumentError(
+                    f"input {name!r} has shape {list(x.shape)}, expected {self.plan.tokens} tokens "
+                    "as its dim 1, the length of this rank's shard"
+                )
+        if self.plan.tokens == 0:
+            return self._bind_blank(inputs, params)
+        starts = self.plan.cu_seqlens if self.plan.documents.count > 1 else None
+        return self.op.bind(inputs, params, self.scalars, cu_seqlens=starts)
+
+    def _bind_blank(self, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Any:
+        blank = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in inputs.items()}
+        return self.op.bind(blank, params, self.scalars, cu_seqlens=None)
+
+    def sequence(self, local: int) -> int:
+        """Index for the executor of the first (0) or last (-1) local document; -1 is all rows."""
+        count = self.plan.documents.count
+        return -1 if count <= 1 else local % count
+
+    def blank_states(self, problem: Any) -> States:
+        """States before any token, one row for each local document."""
+        zero = problem.zero_state()
+        if not self.plan.packed or self.plan.tokens:
+            return zero
+        rows = max(self.plan.documents.count, 1)
+        return tuple(t.expand(rows, *t.shape[1:]).contiguous() for t in zero)
+
+    # -- elements -----------------------------------------------------------------------------
+
+    def blank(self, problem: Any, params: Mapping[str, Tensor], adjoint: bool) -> Element:
+        """The identity element, made from the structure of a problem of one blank token."""
+        inputs = problem.inputs
+        shapes = tuple((x.shape[0], *x.shape[2:], x.dtype, x.device) for x in inputs.values())
+        key = (self.op, self.executor, adjoint, shapes)
+        found = self.blanks.get(key)
+        if found is None:
+            small = self._bind_blank(inputs, params)
+            if adjoint:
+                zero = small.zero_state()
+                ran = self.executor.forward(small, zero)
+                gradient = torch.zeros_like(ran.output)
+                like = self.executor.adjoint_summary(small, ran.saved, zero, gradient, -1)
+            else:
+                like = self.executor.summary(small, -1)
+            found = self.blanks[key] = _compact(identity_like(as_element(like)))
+        return found
+
+    def leaving(self, problem: Any, params: Mapping[str, Tensor], initial: States) -> Element:
+        """The element of the last local document, which leaves this shard."""
+        if not self.plan.sends or self.plan.tokens == 0:
+            return self.blank(problem, params, adjoint=False)
+        element = as_element(self.executor.summary(problem, self.sequence(-1)))
+        documents = self.plan.documents
+        if documents.count - 1 not in documents.starting:
+            return element
+        if not initial:
+            return replace(element, reset=True)
+        dtype = element.states[0].local.dtype
+        return started(element, tuple(t[self.rows.last_whole].to(dtype) for t in initial))
+
+    def returning(
+        self,
+        problem: Any,
+        params: Mapping[str, Tensor],
+        ran: LocalForward,
+        grad_output: Tensor,
+        grad_exit: States,
+    ) -> Element:
+        """The adjoint element of the first local document, whose gradient leaves at its start."""
+        if not self.plan.receives or self.plan.tokens == 0:
+            return self.blank(problem, params, adjoint=True)
+        element = as_element(
+            self.executor.adjoint_summary(
+                problem, ran.saved, ran.entry, grad_output, self.sequence(0)
+            )
+        )
+        if 0 not in self.plan.documents.ending:
+            return element
+        if self.finals == "none":
+            return replace(element, reset=True)
+        states = grad_exit[: len(element.states)]
+        return started(element, tuple(t[self.rows.first] for t in states))
+
+    # -- states -------------------------------------------------------------------------------
+
+    def check_initial(self, initial: States, blank: States, batch: int) -> None:
+        """ArgumentError unless given initial states are [N, HV, ...] of the whole row."""
+        if not initial:
+            return
+        if len(initial) != len(blank):
+            raise ArgumentError(
+                f"initial_state has {len(initial)} tensors, expected {len(blank)}, one for each "
+                "state of the operator"
+            )
+        for given, like in zip(initial, blank, strict=True):
+            expected = (self.all_documents(batch), *like.shape[1:])
+            if tuple(given.shape) != expected:
+                raise ArgumentError(
+                    f"initial_state has shape {tuple(given.shape)}, expected {expected}: the "
+                    "states of all documents of the whole row, the same tensor on every rank"
+                )
+
+    def all_documents(self, batch: int) -> int:
+        """N of the whole row: documents when packed, else batch rows."""
+        return self.plan.num_documents if self.plan.packed else batch
+
+    def entry(self, blank: States, entering: States, initial: States) -> States:
+        """States that enter the local documents: given ones, received ones, else none."""
+        states = tuple(t.clone() for t in blank)
+        for state, given in zip(states, initial, strict=False):
+            state[self.rows.start] = given[self.rows.whole_start].to(state.dtype)
+        if self.plan.receives:
+            for state, received in zip(states, entering, strict=True):
+                state[self.rows.first] = received
+        return states
+
+    def final_states(self, exits: States, batch: int) -> States:
+        """Final states [N, HV, ...] of the whole row: of documents that end here, or all."""
+        if self.finals == "none":
+            return ()
+        if self.replay and self.finals == "broadcast":
+            return tuple(t.clone() for t in self.record.finals[self.index])
+        states = tuple(t.new_zeros(self.all_documents(batch), *t.shape[1:]) for t in exits)
+        for state, leaving in zip(states, exits, strict=True):
+            state[self.rows.whole_end] = leaving[self.rows.end]
+        if self.finals == "broadcast":
+            states = self.sum_over_ranks(states, self.tag)
+            self.record.finals.append(tuple(t.clone() for t in states))
+        return states
+
+    def grad_exit(self, entry: States, grad_finals: States) -> States:
+        """Gradient of the final states of documents that end here; zero for the others."""
+        grads = tuple(torch.zeros_like(t) for t in entry)
+        for grad, given in zip(grads, grad_finals, strict=False):
+            grad[self.rows.end] = given[self.rows.whole_end].to(grad.dtype)
+        return grads
+
+    def sum_over_ranks(self, tensors: States, tag: Tag) -> States:
+        """Sums over the group; with one rank the tensors themselves."""
+        if self.exchanger is None:
+            return tensors
+        return tuple(self.exchanger.all_reduce_sum(t, tag) for t in tensors)
+
+
+def as_element(span: Any) -> Element:
+    """What an executor says about a span, as the communication layer's element."""
+    states = tuple(StateElement(s.local, s.decay, s.matrix) for s in span.states)
+    return Element(states, False, span.log_decay, span.log_weight)
+
+
+def started(element: Element, state: States) -> Element:
+    """The element of a span that starts from `state` and ignores what enters."""
+    after = apply(replace(element, reset=False), state)
+    states = tuple(
+        StateElement(local, s.decay, s.matrix)
+        for s, local in zip(element.states, after, strict=False)
+    )
+    weight = after[-1] if element.log_scaled else None
+    return Element(states, True, element.log_decay, weight)
+
+
+def _compact(element: Element) -> Element:
+    """An identity element that occupies almost no memory: views of single numbers."""
+
+    def one(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.flatten()[:1].clone().expand(t.shape)
+
+    states = []
+    for s in element.states:
+        matrix = s.matrix
+        if matrix is not None:
+            matrix = matrix[0, 0].clone().expand_as(matrix)
+        states.append(StateElement(one(s.local), one(s.decay), matrix))  # type: ignore[arg-type]
+    return Element(tuple(states), False, one(element.log_decay), one(element.log_weight))

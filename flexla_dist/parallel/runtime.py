@@ -1,0 +1,112 @@
+"""What a process remembers about one sequence group: its exchanger, its plans, its order of layers.
+
+Contract: everything is reached through the group that the caller passes in. All ranks of a group go
+through the same calls in the same order, so counters kept here are equal on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from flexla_dist.comm.exchange import StateExchanger
+from flexla_dist.errors import ShardingError
+from flexla_dist.parallel.documents import Offsets
+from flexla_dist.parallel.plan import SequencePlan, make_plan
+
+DEFAULT_TIMEOUT = 60.0
+_BASE = ("auto", None)
+
+
+class GroupRuntime:
+    """One process's part in a sequence group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.timeout = DEFAULT_TIMEOUT
+        self.shard_calls = 0
+        self.sleeping: WeakSet[Any] = WeakSet()
+        self._exchangers: dict[tuple[str, int | None], StateExchanger] = {}
+        self._plans: dict[int, SequencePlan] = {}
+        self._layers = 0
+        self._contexts = 0
+
+    def exchanger(self, strategy: str = "auto", node_size: int | None = None) -> StateExchanger:
+        """The group's exchanger, set to a strategy; all of them share one order of operations."""
+        key = (strategy, node_size)
+        if key not in self._exchangers:
+            base = self._exchangers.get(_BASE)
+            if base is None:
+                base = StateExchanger(self.group, timeout=self.timeout)
+                self._exchangers[_BASE] = base
+            self._exchangers[key] = base.using(strategy, node_size=node_size)
+        return self._exchangers[key]
+
+    def set_timeout(self, timeout: float) -> None:
+        """Seconds that a rank waits for a peer at most, for the whole group from now on."""
+        if not timeout > 0:
+            raise ShardingError(f"timeout is {timeout}, expected a positive number of seconds")
+        self.timeout = timeout
+        for exchanger in self._exchangers.values():
+            exchanger.set_timeout(timeout)
+
+    def guard(self, what: str) -> AbstractContextManager[None]:
+        """Context in which an error is told to the other ranks of the group."""
+        return nullcontext() if self.size == 1 else self.exchanger().guard(what)
+
+    def next_layer(self) -> int:
+        """A number for a layer, in the order in which layers are first called."""
+        self._layers += 1
+        return self._layers - 1
+
+    def next_context(self) -> int:
+        """A number for a sequence_context, in the order in which they are entered."""
+        self._contexts += 1
+        return self._contexts - 1
+
+    def default_plan(self, tokens: int) -> SequencePlan:
+        """The plan outside of any context: nothing packed, shards as long as the ranks' inputs."""
+        plan = self._plans.get(tokens)
+        if plan is None:
+            plan = self._plans[tokens] = make_plan(self.rank, self.gather_lengths(tokens))
+        return plan
+
+    def gather_lengths(self, tokens: int) -> tuple[int, ...]:
+        """The shard length of every rank."""
+        if self.size == 1:
+            return (tokens,)
+        rows = self.exchanger().gather_integers("lengths of the shards", [tokens])
+        return tuple(row[0] for row in rows)
+
+    def agreed_plan(
+        self, lengths: Sequence[int], starts: Offsets | None, step: int, micro_batch: int
+    ) -> SequencePlan:
+        """A plan from what this rank was told, once all ranks were told the same."""
+        plan = make_plan(self.rank, lengths, starts, step=step, micro_batch=micro_batch)
+        if self.size > 1:
+            documents = "none" if starts is None else " ".join(map(str, starts))
+            fields = ("lengths", "cu_seqlens", "step", "micro_batch", "gradients enabled")
+            values = (str(plan.lengths), documents, step, micro_batch, str(torch.is_grad_enabled()))
+            self.exchanger().agree("sequence_context", values, fields)
+        return plan
+
+
+_RUNTIMES: WeakKeyDictionary[ProcessGroup, GroupRuntime] = WeakKeyDictionary()
+
+
+def runtime_of(group: ProcessGroup, timeout: float | None = None) -> GroupRuntime:
+    """The runtime of a group that was passed in; made at first use. timeout: the longest wait."""
+    runtime = _RUNTIMES.get(group)
+    if runtime is None:
+        runtime = _RUNTIMES[group] = GroupRuntime(group)
+    if timeout is not None and timeout != runtime.timeout:
+        runtime.set_timeout(timeout)
+    return runtime
