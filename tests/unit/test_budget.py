@@ -1,0 +1,74 @@
+"""The metric of every comparison: one bad chunk fails, and so does anything not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexla_dist.spec.variants import get_variant
+from flexla_dist.testing.budget import BOUNDS, check, measure
+from flexla_dist.testing.inputs import make_inputs
+
+
+def tensor() -> torch.Tensor:
+    return torch.randn(2, 640, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_equal_tensors_have_no_error() -> None:
+    report = measure(tensor(), tensor(), dim=1)
+    assert (report.ratio, report.worst_chunk) == (0.0, 0.0) and report.within(0.0)
+
+
+def test_one_bad_chunk_fails_although_the_ratio_passes() -> None:
+    got = tensor()
+    got[:, 128:192] *= 1 + 2e-2
+    report = measure(got, tensor(), dim=1)
+    assert report.chunk_index == 2 and report.ratio < 7e-3
+    assert report.worst_chunk == pytest.approx(2e-2, rel=1e-3)
+    with pytest.raises(AssertionError, match=r"o: RMSE ratio .* worst chunk 2: 2.000e-02"):
+        check("o", got, tensor(), 6.6e-3, dim=1)
+
+
+def test_a_chunk_of_small_values_is_measured_against_the_tensor() -> None:
+    want = tensor()
+    want[:, :64] *= 1e-6
+    got = want.clone()
+    got[:, :64] = 0
+    assert measure(got, want, dim=1).worst_chunk < 1.1e-5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_fails(value: float) -> None:
+    got = tensor()
+    got[0, 5, 0] = value
+    assert not measure(got, tensor(), dim=1).within(1e6)
+    assert not measure(tensor(), got, dim=1).within(1e6)
+
+
+def test_zero_and_empty_tensors() -> None:
+    zero = torch.zeros(4, 3)
+    assert measure(zero, zero, dim=0).within(0.0)
+    assert not measure(zero + 1e-3, zero, dim=0).within(1.0)
+    assert measure(zero[:0], zero[:0], dim=0).within(0.0)
+    with pytest.raises(AssertionError, match="shape"):
+        measure(zero, zero[:2])
+
+
+def test_gates_have_their_own_bound() -> None:
+    bounds = BOUNDS[torch.bfloat16]
+    assert [bounds.of(n) for n in ("o", "state", "dq", "dbeta", "dg")] == [
+        5e-3, 5e-3, 8e-3, 2e-2, 2e-2
+    ]  # fmt: skip
+
+
+def test_inputs_are_seeded_and_heads_have_different_gates() -> None:
+    spec = get_variant("kda")
+    a, b = make_inputs(spec, seed=3), make_inputs(spec, seed=3)
+    assert all(torch.equal(a.inputs[name], b.inputs[name]) for name in a.inputs)
+    assert not torch.equal(a.inputs["v"], make_inputs(spec, seed=4).inputs["v"])
+    decay = a.inputs["g"].exp().mean((0, 1, 3))
+    assert decay.diff().min() > 0.01 and bool((a.inputs["g"] <= 0).all())
+    assert a.inputs["q"].shape[2] == 2 and a.inputs["g"].shape[2] == 4
+    half = a.to(torch.bfloat16)
+    assert half.inputs["g"].dtype == torch.bfloat16 and half.initial_state.dtype == torch.float32
+    assert set(a.leaves()) == {*spec.inputs, "initial_state"}
