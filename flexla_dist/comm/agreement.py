@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from flexla_dist.comm.channel import Channel
 from flexla_dist.comm.errors import RankMismatch
+from flexla_dist.comm.links import all_gather_flat
 
 _HASH_WORDS = 2
 _TEXT_LIMIT = 200
@@ -48,9 +49,7 @@ def gather_integers(channel: Channel, what: str, values: Sequence[int]) -> list[
     channel.collective(
         what,
         gathered,
-        lambda: dist.all_gather_into_tensor(
-            gathered, own, group=channel.ranks.group, async_op=True
-        ),
+        partial(all_gather_flat, gathered, own, channel.ranks.group),
     )
     return gathered.view(size, -1).tolist()
 

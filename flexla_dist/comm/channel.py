@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexla_dist.comm.element import Element, State, element_tensors, with_tensors
 from flexla_dist.comm.errors import TagMismatch
-from flexla_dist.comm.links import GroupRanks
+from flexla_dist.comm.links import GroupRanks, all_gather_flat
 from flexla_dist.comm.packing import empty_message, header_words, pack, packed_bytes, views
 from flexla_dist.comm.tag import Header, Kind, Tag, describe_words, same_message
 from flexla_dist.comm.watch import Waiting, Watch
@@ -119,9 +119,7 @@ class Channel:
         waiting = Waiting(None, f"all-gather ({kind.name.lower()}, {tag})")
         work = self._start(
             waiting,
-            lambda: dist.all_gather_into_tensor(
-                gathered.view(-1), own, group=self.ranks.group, async_op=True
-            ),
+            partial(all_gather_flat, gathered.view(-1), own, self.ranks.group),
         )
         self._finish(work, own.device, waiting)
         return [

@@ -204,9 +204,9 @@ class StateExchanger:
             return zero
         strategy = STRATEGIES[self.resolve(element, template)]
         line = Line.around(self.rank, crossing, reverse)
+        nodes = self._node_numbers() if strategy.name == "hierarchical" else ()
         if len(line.ranks) == 1 and not strategy.collective:
             return zero
-        nodes = self._node_numbers() if strategy.name == "hierarchical" else ()
         return strategy.scan(ScanProblem(element, zero, line, nodes, self._channel, tag))
 
     def _check_scan(self, element: Element, crossing: Sequence[bool], template: State) -> None:

@@ -38,8 +38,7 @@ class FailureBoard:
 
     def __init__(self, ranks: GroupRanks) -> None:
         self._ranks = ranks
-        store = ranks.group.get_group_store()
-        self._store = dist.PrefixStore("flexla_dist", _own_connection(store))
+        self._store = dist.PrefixStore("flexla_dist", ranks.group.get_group_store())
 
     def publish(self, error: BaseException, what: str) -> None:
         """Tell the group that this rank failed; the first failure of a group stays."""
@@ -68,12 +67,3 @@ class FailureBoard:
         if not self._store.check([key]):
             return []
         return [(int(number), text) for number, text in json.loads(self._store.get(key))]
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """A second connection to the store, so that a blocked request of others does not block this."""
-    clone = getattr(store, "clone", None)
-    try:
-        return store if clone is None else clone()
-    except (RuntimeError, NotImplementedError):
-        return store

@@ -53,6 +53,12 @@ class GroupRanks:
         return torch.device("cuda", torch.cuda.current_device())
 
 
+def all_gather_flat(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start an all-gather into one flat tensor, under the name that this torch has for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=True)
+
+
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """{"cpu": "gloo", "cuda": "nccl"} as far as the group has them."""
     pairs = (entry.split(":") for entry in dist.get_backend_config(group).split(","))

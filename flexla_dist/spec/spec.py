@@ -47,7 +47,8 @@ class LogScaled:
     With `decay=b` and `weight=mu` the true state is `S = exp(m) * S~` and one chunk does
     `m' = max(m + b, mu)`, `S~' = exp(m + b - m') * S~ + exp(mu - m') * X`. The two factors reach
     `decay_mode` as `c.carry` and `c.fresh`, the entering `m` reaches `merge_mode` as `c.m`. `m` starts
-    at -inf and has no gradient, because outputs depend on `exp(m) * S~` only.
+    at -inf and has no gradient, because outputs depend on `exp(m) * S~` only; for the same reason the
+    local named by `weight` is a constant to differentiation, wherever it is used.
     """
 
     decay: str

@@ -6,6 +6,7 @@ import atexit
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,12 +56,10 @@ def run_ranks(
     runs writes its stack and is ended. `expect_errors=True` waits for all ranks and returns per
     rank a `RankError(type, message)`, or None for a rank that succeeded.
     """
-    import torch.distributed as dist
-
     if world_size < 1:
         raise ValueError(f"run_ranks: world_size is {world_size}, expected at least 1")
     limit = timedelta(seconds=timeout)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    store = _open_store(limit)
     folder = Path(tempfile.mkdtemp(prefix="flexla_ranks_"))
     try:
         request = Request(
@@ -82,6 +81,28 @@ def run_ranks(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         del store
+
+
+def _open_store(limit: timedelta) -> Any:
+    """A TCP store on an IPv4 socket of the loopback.
+
+    The store's own socket is IPv6, on which it looks up the names of IPv4 peers in DNS: seconds,
+    where no DNS server answers.
+    """
+    import torch.distributed as dist
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(128)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _locate(fn: Callable[..., Any]) -> tuple[str, str | None, str]:

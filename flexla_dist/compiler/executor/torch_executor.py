@@ -25,7 +25,7 @@ from flexla_dist.shapes import TOKEN_DIM
 
 States = tuple[Tensor, ...]
 Values = dict[str, Tensor]
-SLAB_NUMBERS = 1 << 19  # numbers of one [.., C, K] value in a slab: a few MiB
+SLAB_NUMBERS = 1 << 18  # numbers of one [.., C, K] value in a slab: 1 MiB in float32
 
 
 @dataclass(frozen=True)

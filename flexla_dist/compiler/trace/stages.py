@@ -155,11 +155,22 @@ class _Trace:
                     f"{', '.join(local)}"
                 )
             out[name] = self.tracer.fit(f"log_scaled local {name!r}", local[name], ())
+        out[scaled.weight] = self._constant_everywhere(out[scaled.weight])
         shift = self.builder.placeholder(SHIFT, (), "state")
         out["carry"] = self.builder.emit(ops.exp, self.builder.emit(ops.add, out[scaled.decay], shift))
         out["fresh"] = self.builder.placeholder(FRESH, (), "state")
         out["m"] = self.builder.placeholder(LOG_SCALE, (), "state")
         return out
+
+    def _constant_everywhere(self, node: fx.Node) -> fx.Node:
+        """Differentiate as if the weight were a constant: exp(m) * S~ does not depend on it."""
+        if node.op == "placeholder":
+            return self.builder.emit(ops.stop_gradient, node)
+        with self.builder.graph.inserting_after(node):
+            constant = self.builder.graph.call_function(ops.stop_gradient, (node,), {})
+        constant.meta.update(node.meta)
+        node.replace_all_uses_with(constant, lambda user: user is not constant)
+        return constant
 
     def _decay_stage(
         self, states: dict[str, fx.Node], local: dict[str, fx.Node]
