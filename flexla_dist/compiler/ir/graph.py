@@ -1,16 +1,17 @@
 """Graphs of operators: a `torch.fx.Graph` with dims, types and source lines on its nodes.
 
-Contract: a `Builder` is the only way to add a node. It infers the dims of the result, aligns the ranks of
-elementwise operands, and shares equal nodes (same operator, operands and attributes give the same node), so
-common subexpressions never exist twice. A finished graph has one output node whose argument is a dict of
-named results. Node metadata: `dims`, `mask` (is it boolean), `role` (of placeholders), `stage`, `origin`.
+Contract: a `Builder` is the only way to add a node. It infers the dims of the result, aligns the
+ranks of elementwise operands, and shares equal nodes (same operator, operands and attributes give
+the same node), so common subexpressions never exist twice. A finished graph has one output node
+whose argument is a dict of named results. Node metadata: `dims`, `mask` (is it boolean), `role` (of
+placeholders), `stage`, `origin`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -19,7 +20,7 @@ from flexla_dist.compiler.ir.operators import OPERATORS, ShapeRuleError
 from flexla_dist.errors import SourceLine
 from flexla_dist.shapes import UNIT_DIM, Dims, format_dims
 
-Operand = fx.Node | int | float
+Operand: TypeAlias = fx.Node | int | float
 MASK_OPERATORS = frozenset({ops.tri_mask})
 SIZED_OPERATORS = frozenset({ops.expand, ops.place})
 
@@ -57,9 +58,7 @@ class Builder:
     def placeholder(self, name: str, dims: Dims, role: str, mask: bool = False) -> fx.Node:
         """The argument called `name`; asking twice gives the same node."""
         if name not in self._placeholders:
-            first = next(
-                (n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root
-            )
+            first = next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
             with self.graph.inserting_before(first):
                 node = self.graph.placeholder(name)
             node.meta.update(dims=dims, role=role, mask=mask, stage="", origin=None, key=name)

@@ -1,9 +1,9 @@
 """The derivative of every operator, written with the same operators.
 
-Contract: a rule gets the builder, the node and the gradient of its result (of the node's dims) and returns
-gradients by operand position. Elementwise rules may return broadcast gradients; the caller reduces them.
-Operators without a rule (masks, `sign`, `stop_gradient`) pass no gradient. The rules of domain operators
-are those of `flexla_dist.spec.functional`.
+Contract: a rule gets the builder, the node and the gradient of its result (of the node's dims) and
+returns gradients by operand position. Elementwise rules may return broadcast gradients; the caller
+reduces them. Masks, sources and `CONSTANT` operators pass no gradient. The rules of domain
+operators are those of `flexla_dist.spec.functional`.
 """
 
 from __future__ import annotations
