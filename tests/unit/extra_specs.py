@@ -47,7 +47,7 @@ def mlstm_merge(S: Any, c: Any) -> Any:
     old, new = (c.m + c.b - level).exp(), (c.top - level).exp()
     weight = old * (c.q @ S.z) + new * c.weight
     total = old[:, None] * (c.q @ S.S) + new[:, None] * c.local
-    return total / torch.maximum(weight.abs(), (-level).exp())[:, None]
+    return total / torch.maximum(weight.abs(), (-level).clamp_max(80.0).exp())[:, None]
 
 
 def mlstm_recurrence(S: Any, x: Any, p: Any) -> Any:
