@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from flexla_dist.comm.errors import TagMismatch
 from flexla_dist.comm.links import GroupRanks, all_gather_flat
 from flexla_dist.comm.packing import empty_message, header_words, pack, packed_bytes, views
 from flexla_dist.comm.tag import Header, Kind, Tag, describe_words, same_message
+from flexla_dist.comm.waiters import THREADS
 from flexla_dist.comm.watch import Waiting, Watch
 
 PENDING_SENDS = 32
@@ -62,6 +64,7 @@ class Channel:
         self._sent: deque[tuple[dist.Work, Tensor, Waiting]] = deque()
         self._sent_bytes = 0
         self._checks: deque[tuple[Tensor, torch.cuda.Event, Header, str]] = deque()
+        weakref.finalize(self, _settle, self._sent, watch)
 
     def exchange(
         self,
@@ -248,3 +251,11 @@ class Channel:
             ),
             expected.describe(),
         )
+
+
+def _settle(sent: deque[tuple[dist.Work, Tensor, Waiting]], watch: Watch) -> None:
+    """Keep what a discarded channel had sent alive until it has been received."""
+    if watch.failed or not sent:
+        return
+    if all(buffer.device.type == "cpu" for _, buffer, _ in sent):
+        THREADS.finish_in_background([(work.wait, buffer) for work, buffer, _ in sent])

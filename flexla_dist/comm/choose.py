@@ -27,9 +27,10 @@ def choose_host_strategy(
     """The cheapest of chain, log_scan and hierarchical for `size` ranks on nodes of `node_runs`.
 
     A chain makes size - 1 hops of one state. log_scan makes ceil(log2 size) rounds of one element,
-    over the slowest link in use. hierarchical does log_scan inside the longest node and a chain of
-    states between nodes, plus one hop to tell the node. Composing a dense M costs about another
-    trip of its bytes. all_gather never wins here: it moves every element to every rank.
+    over the slowest link in use, which the ranks of a node share. hierarchical does log_scan inside
+    the longest node and a chain of states between nodes, plus one hop to tell the node. Composing a
+    dense M costs about another trip of its bytes. all_gather never wins here: it moves every element
+    to every rank.
     """
     if sum(node_runs) != size:
         raise ValueError(f"node_runs {tuple(node_runs)} sum to {sum(node_runs)}, expected {size}")
@@ -39,10 +40,11 @@ def choose_host_strategy(
     compose = 2 if dense else 1
     chain = (size - nodes) * _local(state_bytes) + (nodes - 1) * _remote(state_bytes)
     rounds = ceil(log2(size))
-    hop = _remote if nodes > 1 else _local
-    seconds = {"chain": chain, "log_scan": rounds * hop(compose * element_bytes)}
+    travels = compose * element_bytes
+    hop = _remote(longest * travels) if nodes > 1 else _local(travels)
+    seconds = {"chain": chain, "log_scan": rounds * hop}
     if nodes > 1 and longest > 1:
-        inside = ceil(log2(longest)) * _local(compose * element_bytes)
+        inside = ceil(log2(longest)) * _local(travels)
         told = _local(state_bytes)
         seconds["hierarchical"] = inside + (nodes - 1) * _remote(state_bytes) + told
     name = min(seconds, key=lambda key: seconds[key])

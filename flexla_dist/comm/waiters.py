@@ -8,10 +8,13 @@ threads belong to the process, not to a group; one that is stuck for good is a d
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+
+LEAVE_SECONDS = 2.0
 
 
 class Job:
@@ -44,6 +47,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Job]] = []
+        self._background: list[Job] = []
 
     def submit(self, call: Callable[[], object]) -> Job:
         """Start `call` on an idle thread."""
@@ -59,9 +63,25 @@ class Waiters:
         queue.put(job)
         return job
 
+    def finish_in_background(self, waits: Sequence[tuple[Callable[[], object], object]]) -> None:
+        """Do blocking calls one after the other, each keeping an object alive; nobody looks."""
+
+        def finish() -> None:
+            for call, _ in waits:
+                call()
+
+        self._background = [job for job in self._background if not job.wait(0)]
+        self._background.append(self.submit(finish))
+
+    def leave(self) -> None:
+        """At the end of the program: a short wait for what is still being sent."""
+        for job in self._background:
+            job.wait(LEAVE_SECONDS)
+
     def forget(self) -> None:
         """Drop all threads, which a forked child does not have."""
         self._idle = []
+        self._background = []
 
     def _serve(self, queue: SimpleQueue[Job]) -> None:
         idle = self._idle
@@ -70,4 +90,5 @@ class Waiters:
 
 
 THREADS = Waiters()
+atexit.register(THREADS.leave)
 os.register_at_fork(after_in_child=THREADS.forget)

@@ -64,6 +64,11 @@ class Watch:
             raise ValueError(f"timeout is {seconds}, expected a positive number of seconds")
         self._timeout = seconds
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has seen a failure of the group."""
+        return self._error is not None
+
     def begin(self, what: str) -> None:
         """Count an operation that every rank of the group takes part in."""
         if self._error is not None:
