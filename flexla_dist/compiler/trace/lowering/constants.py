@@ -1,0 +1,66 @@
+"""Spellings of constants whose sizes come from `x.shape`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.trace.lowering.table import LOWERINGS, lowering
+
+if TYPE_CHECKING:
+    from flexla_dist.compiler.trace.tracer import Tracer
+
+
+def _sizes_of(t: Tracer, given: tuple[Any, ...]) -> tuple[str, ...]:
+    sizes = given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given
+    return tuple(t.dim_named(size) for size in sizes)
+
+
+def _constant(t: Tracer, dims: tuple[str, ...], value: float, dtype: Any) -> Any:
+    node = t.builder.expand(float(value), dims)
+    if dtype is torch.bool:
+        node = t.emit(ops.greater, node, 0.5)
+    return t.wrap(node)
+
+
+def _factory(value: float) -> Callable[..., Any]:
+    def lower(t: Tracer, *sizes: Any, dtype: Any = None, device: Any = None) -> Any:
+        return _constant(t, _sizes_of(t, sizes), value, dtype)
+
+    return lower
+
+
+def _factory_like(value: float) -> Callable[..., Any]:
+    def lower(t: Tracer, x: Any, *, dtype: Any = None, device: Any = None) -> Any:
+        return _constant(t, x.dims, value, dtype)
+
+    return lower
+
+
+LOWERINGS["ones"], LOWERINGS["zeros"] = _factory(1.0), _factory(0.0)
+LOWERINGS["ones_like"], LOWERINGS["zeros_like"] = _factory_like(1.0), _factory_like(0.0)
+
+
+@lowering("full")
+def _full(t: Tracer, sizes: Any, value: Any, *, dtype: Any = None, device: Any = None) -> Any:
+    return _constant(t, _sizes_of(t, (sizes,)), value, dtype)
+
+
+@lowering("eye")
+def _eye(t: Tracer, n: Any, *, dtype: Any = None, device: Any = None) -> Any:
+    return t.wrap(t.emit(ops.eye, t.builder.sizes, dim=t.dim_named(n)))
+
+
+@lowering("arange")
+def _arange(t: Tracer, n: Any, *, dtype: Any = None, device: Any = None) -> Any:
+    return t.wrap(t.emit(ops.iota, t.builder.sizes, dim=t.dim_named(n)))
+
+
+@lowering("tensor", "as_tensor")
+def _tensor(t: Tracer, value: Any, *, dtype: Any = None, device: Any = None) -> Any:
+    if isinstance(value, bool | int | float):
+        return t.wrap(t.builder.expand(float(value), ()))
+    raise t.error("torch.tensor of more than one number; declare it in `params` or `scalars`")

@@ -1,0 +1,180 @@
+"""Spellings of arithmetic, functions, comparisons and selections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.ir.graph import is_mask
+from flexla_dist.compiler.trace.lowering.table import LOWERINGS, lowering, value_of
+
+if TYPE_CHECKING:
+    from flexla_dist.compiler.trace.tracer import Tracer
+
+
+def _unary(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def lower(t: Tracer, x: Any) -> Any:
+        return t.wrap(t.emit(fn, value_of(t, x).node))
+
+    return lower
+
+
+for _name, _fn in {
+    "exp": ops.exp,
+    "expm1": ops.expm1,
+    "log": ops.log,
+    "log1p": ops.log1p,
+    "sigmoid": ops.sigmoid,
+    "logsigmoid": ops.logsigmoid,
+    "tanh": ops.tanh,
+    "sqrt": ops.sqrt,
+    "rsqrt": ops.rsqrt,
+    "neg": ops.neg,
+    "abs": ops.absolute,
+    "sign": ops.sign,
+    "sin": ops.sin,
+    "cos": ops.cos,
+    "detach": ops.stop_gradient,
+    "logical_not": ops.logical_not,
+}.items():
+    LOWERINGS[_name] = _unary(_fn)
+
+
+def _binary(fn: Callable[..., Any], swap: bool = False) -> Callable[..., Any]:
+    def lower(t: Tracer, a: Any, b: Any) -> Any:
+        x, y = (t.operand(b), t.operand(a)) if swap else (t.operand(a), t.operand(b))
+        if isinstance(x, float) and isinstance(y, float):
+            x = t.builder.expand(x, ())
+        return t.wrap(t.emit(fn, x, y))
+
+    return lower
+
+
+for _name, _fn, _swap in (
+    ("sub", ops.sub, False),
+    ("rsub", ops.sub, True),
+    ("div", ops.div, False),
+    ("maximum", ops.maximum, False),
+    ("minimum", ops.minimum, False),
+    ("ge", ops.greater_equal, False),
+    ("gt", ops.greater, False),
+    ("le", ops.greater_equal, True),
+    ("lt", ops.greater, True),
+    ("eq", ops.equal, False),
+    ("logical_and", ops.logical_and, False),
+    ("logical_or", ops.logical_or, False),
+):
+    LOWERINGS[_name] = _binary(_fn, _swap)
+
+
+def _ordered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Commutative operators keep a number as their second operand."""
+
+    def lower(t: Tracer, a: Any, b: Any, *, alpha: float = 1.0) -> Any:
+        x, y = t.operand(a), t.operand(b)
+        if alpha != 1.0:
+            y = y * alpha if isinstance(y, float) else t.emit(ops.mul, y, float(alpha))
+        if isinstance(x, float):
+            x, y = y, x
+        if isinstance(x, float):
+            x = t.builder.expand(x, ())
+        return t.wrap(t.emit(fn, x, y))
+
+    return lower
+
+
+LOWERINGS["add"], LOWERINGS["mul"] = _ordered(ops.add), _ordered(ops.mul)
+
+
+@lowering("ne")
+def _ne(t: Tracer, a: Any, b: Any) -> Any:
+    return t.wrap(t.emit(ops.logical_not, t.call("eq", a, b).node))
+
+
+@lowering("pow")
+def _pow(t: Tracer, x: Any, exponent: Any) -> Any:
+    if not isinstance(exponent, int | float) or isinstance(exponent, bool):
+        log = t.call("log", x)
+        return t.call("exp", t.call("mul", log, exponent))
+    if exponent == 2:
+        return t.call("mul", x, x)
+    return t.wrap(t.emit(ops.power, value_of(t, x).node, exponent=float(exponent)))
+
+
+@lowering("square")
+def _square(t: Tracer, x: Any) -> Any:
+    return t.call("mul", x, x)
+
+
+@lowering("reciprocal")
+def _reciprocal(t: Tracer, x: Any) -> Any:
+    return t.call("div", 1.0, x)
+
+
+@lowering("softplus")
+def _softplus(t: Tracer, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    if beta == 1.0:
+        return t.wrap(t.emit(ops.softplus, value_of(t, x).node))
+    return t.call("div", t.call("softplus", t.call("mul", x, beta)), beta)
+
+
+@lowering("silu")
+def _silu(t: Tracer, x: Any, inplace: bool = False) -> Any:
+    return t.call("mul", x, t.call("sigmoid", x))
+
+
+@lowering("relu")
+def _relu(t: Tracer, x: Any, inplace: bool = False) -> Any:
+    return t.call("maximum", x, 0.0)
+
+
+@lowering("elu")
+def _elu(t: Tracer, x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    negative = t.call("mul", t.call("expm1", t.call("minimum", x, 0.0)), alpha)
+    return t.call("where", t.call("gt", x, 0.0), x, negative)
+
+
+@lowering("clamp")
+def _clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Any:
+    if min is not None:
+        x = t.call("maximum", x, min)
+    return x if max is None else t.call("minimum", x, max)
+
+
+@lowering("clamp_min")
+def _clamp_min(t: Tracer, x: Any, min: Any) -> Any:
+    return t.call("maximum", x, min)
+
+
+@lowering("clamp_max")
+def _clamp_max(t: Tracer, x: Any, max: Any) -> Any:
+    return t.call("minimum", x, max)
+
+
+@lowering("where")
+def _where(t: Tracer, mask: Any, a: Any, b: Any) -> Any:
+    mask, a, b = t.operand(mask), t.operand(a), t.operand(b)
+    if not is_mask(mask):
+        raise t.error("where: the first argument must be a comparison or a mask")
+    if isinstance(a, float) and isinstance(b, float):
+        a = t.builder.expand(a, mask.meta["dims"])  # type: ignore[union-attr]
+    return t.wrap(t.emit(ops.where, mask, a, b))
+
+
+@lowering("masked_fill")
+def _masked_fill(t: Tracer, x: Any, mask: Any, value: Any) -> Any:
+    return t.call("where", mask, value, x)
+
+
+@lowering("clone", "contiguous", "float", "double", "to", "type_as")
+def _unchanged(t: Tracer, x: Any, *_: Any, **__: Any) -> Any:
+    """The compiler alone decides types and storage; decays are always kept in full precision."""
+    return x
+
+
+@lowering("softmax")
+def _softmax(t: Tracer, x: Any, dim: int, dtype: Any = None) -> Any:
+    peak = t.call("amax", x, dim=dim, keepdim=True).detach()
+    weights = t.call("exp", t.call("sub", x, peak))
+    return t.call("div", weights, t.call("sum", weights, dim=dim, keepdim=True))
