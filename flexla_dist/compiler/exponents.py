@@ -1,9 +1,11 @@
-"""Upper bounds of exponents: what a difference of running sums or of a value and its maximum is at most.
+"""Upper bounds of exponents: what a difference of running sums or of a value and its maximum is at
+most.
 
-Contract: `Prover.upper(form, dims, known)` returns a number that the form never exceeds in the region `known`,
-`inf` if none is found. Three facts carry it. A running sum of steps of one sign is monotone, so a combination
-of its values at several places is bounded by the order of the places. A maximum is at least each of its
-arguments. A selection is one of its branches, with its region known.
+Contract: `Prover.upper(form, dims, known)` returns a number that the form never exceeds in the
+region `known`, `inf` if none is found. Three facts carry it. A running sum of steps of one sign is
+monotone, so a combination of its values at several places is bounded by the order of the places. A
+maximum is at least each of its arguments. A selection is one of its branches, with its region
+known.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Groups = dict[Monomial, dict[Position, float]]
 
 
 class Prover:
-    """Bounds forms of one cell; `log_decay` is the form that the shift of log-scaled states undoes."""
+    """Bounds forms of one cell; the shift of log-scaled states undoes at most `log_decay`."""
 
     def __init__(self, intervals: Mapping[fx.Node, Interval], log_decay: Form | None = None):
         self.intervals = intervals
@@ -83,11 +85,11 @@ class Prover:
         return best
 
     def _unshifted(self, exponent: Form) -> Form:
-        """`log_decay + m - m'` of log-scaled states is at most zero, because m' >= m + log_decay."""
+        """`log_decay + m - m'` of log-scaled states is at most zero: m' >= m + log_decay."""
         for monomial, value in exponent.items():
-            if len(monomial) == 1 and monomial[0].node.meta.get("key") == SHIFT and value == 1.0:
-                if self.log_decay is not None:
-                    return plus(plus(exponent, {monomial: 1.0}, -1.0), self.log_decay, -1.0)
+            is_shift = len(monomial) == 1 and monomial[0].node.meta.get("key") == SHIFT
+            if is_shift and value == 1.0 and self.log_decay is not None:
+                return plus(plus(exponent, {monomial: 1.0}, -1.0), self.log_decay, -1.0)
         return exponent
 
     # -- cases and choices --------------------------------------------------------------------
@@ -117,23 +119,22 @@ class Prover:
                 branch(found.outside, (*known, found.bound.complement)),
             )
         fn = v.node.target
-        if fn is ops.where and not is_valid_mask(v.node.args[0]):  # type: ignore[arg-type]
+        if fn is ops.where and not is_valid_mask(v.node.args[0]):
             return max(branch(x, known) for x in operands(v)[1:])
         if fn is (ops.maximum if value > 0 else ops.minimum):
             return max(branch(x, known) for x in operands(v))
         return None
 
     def _choices(self, v: View, value: float, dims: Dims) -> list[View | float]:
-        """Values that bound a subtracted maximum (added minimum) from the right side; any will do."""
+        """Values no greater than a subtracted maximum (no less than an added minimum)."""
         fn = v.node.target
         if fn is (ops.minimum if value > 0 else ops.maximum):
             return operands(v)
         if fn is ops.absolute and value < 0:
-            x = operands(v)[0]
-            return [x] if isinstance(x, View) else []
+            return [operands(v)[0]]
         if fn is not ops.amax or value > 0:
             return []
-        x: fx.Node = v.node.args[0]  # type: ignore[assignment]
+        x = v.node.args[0]
         at = len(dims_of(x)) + v.node.kwargs["dim"]
         places: list[Place] = [a for a, dim in enumerate(dims) if dim == dims_of(x)[at]]
         return [view(x, (*v.at[:at], place, *v.at[at:])) for place in (*places, FIRST, LAST)]
@@ -201,7 +202,7 @@ class Prover:
                 positions = [((place, 0), 1.0)]
                 if v.node.kwargs["reverse"]:
                     positions = [((LAST, 0), 1.0), ((place, -1), -1.0)]
-            inner = form(view(v.node.args[0], tuple(at)), deep=True)  # type: ignore[arg-type]
+            inner = form(view(v.node.args[0], tuple(at)), deep=True)
             for step, weight in inner.items():
                 places = groups.setdefault(sort_monomial((*step, *others)), {})
                 for position, sign in positions:
@@ -243,8 +244,9 @@ def _step_place(monomial: Monomial, step: Monomial) -> Place:
 def ordered(weights: Mapping[Position, float], known: Sequence[Bound]) -> bool:
     """Whether `sum weights[p] * P[p] <= 0` for every P that starts at zero and never increases.
 
-    P[p] is the sum of steps up to p, so a step counts with the weights of all positions at or after it;
-    the sum is not positive if no such partial sum is negative, in every possible order of the positions.
+    P[p] is the sum of steps up to p, so a step counts with the weights of all positions at or after
+    it; the sum is not positive if no such partial sum is negative, in every possible order of the
+    positions.
     """
     positions = list(weights)
     if len(positions) > MAX_PLACES:
@@ -264,10 +266,6 @@ def ordered(weights: Mapping[Position, float], known: Sequence[Bound]) -> bool:
 def _after(a: Position, b: Position, known: Sequence[Bound]) -> bool:
     """Whether position a is known to be at or after position b."""
     (place_a, off_a), (place_b, off_b) = a, b
-    if place_a == place_b or place_a == LAST:
+    if place_a in (place_b, LAST) or place_b == FIRST:
         return off_a >= off_b
-    if place_b == FIRST:
-        return off_a >= off_b
-    return any(
-        (k.hi, k.lo) == (place_a, place_b) and k.gap + off_a - off_b >= 0 for k in known
-    )
+    return any((k.hi, k.lo) == (place_a, place_b) and k.gap + off_a - off_b >= 0 for k in known)

@@ -1,9 +1,10 @@
 """Values read as sums of products of other values, with the axis that every dim of them lies on.
 
-Contract: reading only; nothing is added to a graph. A *frame* is a list of axes, numbered from 0; a `View`
-places every dim of a node on an axis of the frame, at its `first` or `last` entry, or nowhere (size one).
-Shape operators disappear in views, so `b[:, None] - b[None, :]` is `b` on axis 0 less `b` on axis 1. A
-`Form` is a sum of monomials of views with coefficients; what is not linear is a view of its own.
+Contract: reading only; nothing is added to a graph. A *frame* is a list of axes, numbered from 0; a
+`View` places every dim of a node on an axis of the frame, at its `first` or `last` entry, or
+nowhere (size one). Shape operators disappear in views, so `b[:, None] - b[None, :]` is `b` on axis
+0 less `b` on axis 1. A `Form` is a sum of monomials of views with coefficients; what is not linear
+is a view of its own.
 """
 
 from __future__ import annotations
@@ -102,21 +103,21 @@ def _strip_once(v: View, deep: bool) -> View | None:
     if node.op != "call_function":
         return None
     if node.target is ops.expand:
-        return view(node.args[1], at)  # type: ignore[arg-type]
+        return view(node.args[1], at)
     if node.target is ops.stop_gradient and deep:
-        return view(node.args[0], at)  # type: ignore[arg-type]
+        return view(node.args[0], at)
     if node.target is ops.unsqueeze:
         cut = len(at) + node.kwargs["dim"]
-        return view(node.args[0], at[:cut] + at[cut + 1 :])  # type: ignore[arg-type]
+        return view(node.args[0], at[:cut] + at[cut + 1 :])
     if node.target is ops.squeeze or (node.target is ops.select and deep):
         place = {0: FIRST, -1: LAST}[node.kwargs.get("index", 0)]
         cut = len(at) + 1 + node.kwargs["dim"]
-        return view(node.args[0], (*at[:cut], place, *at[cut:]))  # type: ignore[arg-type]
+        return view(node.args[0], (*at[:cut], place, *at[cut:]))
     if node.target is ops.permute:
         places: list[Place] = [None] * len(at)
         for i, source in enumerate(node.kwargs["order"]):
             places[source] = at[i]
-        return view(node.args[0], tuple(places))  # type: ignore[arg-type]
+        return view(node.args[0], tuple(places))
     return None
 
 
@@ -135,7 +136,7 @@ def triangle(mask: View) -> Bound | None:
     if node.target is ops.tri_mask:
         return Bound(mask.at[0], mask.at[1], -node.kwargs["diagonal"])
     if node.target is ops.logical_not:
-        inner = triangle(view(node.args[0], mask.at))  # type: ignore[arg-type]
+        inner = triangle(view(node.args[0], mask.at))
         return None if inner is None else inner.complement
     return None
 
@@ -158,7 +159,7 @@ def selection(v: View) -> Selection | None:
         return Selection(Bound(v.at[1], v.at[0], node.kwargs["diagonal"]), operands(v)[0], 0.0)
     if node.target is ops.where:
         mask, inside, outside = operands(v)
-        bound = triangle(mask)  # type: ignore[arg-type]
+        bound = triangle(mask)
         return None if bound is None else Selection(bound, inside, outside)
     return None
 

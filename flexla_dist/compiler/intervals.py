@@ -1,8 +1,9 @@
 """Least and greatest value of every node, by interval arithmetic.
 
-Contract: `interval(node, have)` gives (low, high) from the intervals of the operands; values are real numbers
-that a valid call can have, so zero times anything is zero. What an operator allows is all that is used: that
-b[-1] - b is not positive takes more than intervals and is proved in `exponents`.
+Contract: `interval(node, have)` gives (low, high) from the intervals of the operands; values are
+real numbers that a valid call can have, so zero times anything is zero. What an operator allows is
+all that is used: that b[-1] - b is not positive takes more than intervals and is proved in
+`exponents`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def interval(node: fx.Node, have: Mapping[fx.Node, Interval]) -> Interval:
     x = [have.get(a, ALL) if isinstance(a, fx.Node) else (float(a), float(a)) for a in node.args]
     if node.target in _RULES:
         return _RULES[node.target](node, x)
-    if OPERATORS[node.target].kind == "shape":  # type: ignore[index]
+    if OPERATORS[node.target].kind == "shape":
         return x[-1]
     return ALL
 

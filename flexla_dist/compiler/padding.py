@@ -1,10 +1,10 @@
 """Proves that a chunk of padding leaves every state as it was.
 
-Contract: `prove_padding_identity` runs the graph on abstract values with every token invalid: a constant
-everywhere, the identity matrix, an entering state, or unknown. If a next state is not the entering one it
-raises PaddingError with stage, line and, where one input's padding value would mend it, that value. Zero
-times an unknown value is zero, because an unknown value of a valid call is finite; zero times a
-constant that is infinite or NaN is NaN, as it would be at run time.
+Contract: `prove_padding_identity` runs the graph on abstract values with every token invalid: a
+constant everywhere, the identity matrix, an entering state, or unknown. If a next state is not the
+entering one it raises PaddingError with stage, line and, where one input's padding value would mend
+it, that value. Zero times an unknown value is zero, because an unknown value of a valid call is
+finite; zero times a constant that is infinite or NaN is NaN, as it would be at run time.
 """
 
 from __future__ import annotations
@@ -166,11 +166,10 @@ def _evaluate(
     for node in cell.graph.nodes:
         if node.op == "placeholder":
             key = node.meta["key"]
-            values[node] = (
-                State(states[key], tuple(range(len(dims_of(node)))))
-                if key in states
-                else {VALID: Flag(False), SHIFT: ZERO}.get(key, ANY)
-            )
+            known: dict[str, Abstract] = {VALID: Flag(False), SHIFT: ZERO}
+            if key in states:
+                known[key] = State(states[key], tuple(range(len(dims_of(node)))))
+            values[node] = known.get(key, ANY)
         elif node.op == "call_function":
             if node.meta.get("pads") in override:
                 values[node] = Uniform(override[node.meta["pads"]])
@@ -186,7 +185,7 @@ def _apply(node: fx.Node, x: list[Abstract]) -> Abstract:
     fn = node.target
     if fn in _RULES:
         return _RULES[fn](node, x)
-    kind = OPERATORS[fn].kind  # type: ignore[index]
+    kind = OPERATORS[fn].kind
     if any(isinstance(v, Uniform) and math.isnan(v.value) for v in x):
         return Uniform(math.nan)
     if kind in ("elementwise", "mask"):
@@ -200,8 +199,8 @@ def _elementwise(node: fx.Node, x: list[Abstract]) -> Abstract:
     """Exactly what the operator does, on numbers."""
     if not all(isinstance(v, Uniform | Flag) for v in x):
         return ANY
-    tensors = [torch.tensor(v.value, dtype=_dtype(v)) for v in x]  # type: ignore[union-attr]
-    result = node.target(*tensors, **node.kwargs)  # type: ignore[operator]
+    tensors = [torch.tensor(v.value, dtype=_dtype(v)) for v in x]
+    result = node.target(*tensors, **node.kwargs)
     return Flag(bool(result)) if result.dtype is torch.bool else Uniform(float(result))
 
 
@@ -224,7 +223,7 @@ def _infinite(value: Abstract) -> bool:
 
 def _kept(node: fx.Node, at: int, value: Abstract) -> Abstract:
     """`value` of operand `at`, unless it is broadcast to more dims."""
-    if isinstance(value, State | Identity) and dims_of(node.args[at]) != dims_of(node):  # type: ignore[arg-type]
+    if isinstance(value, State | Identity) and dims_of(node.args[at]) != dims_of(node):
         return ANY
     return value
 
@@ -282,7 +281,7 @@ def _sum(node: fx.Node, x: list[Abstract]) -> Abstract:
     """A sum keeps zero, infinities and NaN; of one entry, everything."""
     value = x[0]
     if isinstance(value, Uniform):
-        single = dims_of(node.args[0])[node.kwargs["dim"]] == UNIT_DIM  # type: ignore[arg-type]
+        single = dims_of(node.args[0])[node.kwargs["dim"]] == UNIT_DIM
         if value.value == 0.0 or not math.isfinite(value.value) or single:
             return value
     return ANY
@@ -350,7 +349,7 @@ def _permute(node: fx.Node, x: list[Abstract]) -> Abstract:
 
 
 def _expand(node: fx.Node, x: list[Abstract]) -> Abstract:
-    same = dims_of(node.args[1]) == dims_of(node)  # type: ignore[arg-type]
+    same = dims_of(node.args[1]) == dims_of(node)
     return x[1] if same else _moved(x[1])
 
 

@@ -1,10 +1,11 @@
 """Proves that no exponential can overflow.
 
-Contract: `analyse_signs` runs after the substitution of domain operators. Every exponent must be proved to be
-at most `LIMIT` wherever it is computed, which a decay (at most zero) and a clamped value are; the gates of a
-domain operator must decay on the region that it reads. What cannot be proved is a NumericsWarning with the
-user's line and the fix, or a NumericsError when strict. A selection after the exponential does not
-make it safe: the branch not taken still has a gradient of zero times infinity.
+Contract: `analyse_signs` runs after the substitution of domain operators. Every exponent must be
+proved to be at most `LIMIT` wherever it is computed, which a decay (at most zero) and a clamped
+value are; the gates of a domain operator must decay on the region that it reads. What cannot be
+proved is a NumericsWarning with the user's line and the fix, or a NumericsError when strict. A
+selection after the exponential does not make it safe: the branch not taken still has a gradient of
+zero times infinity.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ PAIRS = {ops.decay_scores: 2, ops.decay_rows: 2, ops.decay_cols: 2}
 class SignFact:
     """What is known of one exponential: `bound` is the proved maximum of its exponent.
 
-    `learned` tells that the exponent reads parameters and scalars only, such as `A_log.exp()`: numbers
-    that training keeps small, where nothing accumulates over tokens.
+    `learned` tells that the exponent reads parameters and scalars only, such as `A_log.exp()`:
+    numbers that training keeps small, where nothing accumulates over tokens.
     """
 
     operator: str
@@ -110,13 +111,13 @@ class _Analysis:
             elif node.target in PAIRS:
                 self._decay_pairs(node)
             elif node.target in (ops.decay_scan, ops.decay_scan_reverse):
-                self._record(node, form(whole(node.args[0]), deep=True), dims_of(node), ())  # type: ignore[arg-type]
+                self._record(node, form(whole(node.args[0]), deep=True), dims_of(node), ())
         return tuple(self.facts)
 
     # -- operators ----------------------------------------------------------------------------
 
     def _exponential(self, node: fx.Node) -> None:
-        x: fx.Node = node.args[0]  # type: ignore[assignment]
+        x: fx.Node = node.args[0]
         bound = self._record(node, form(whole(x), deep=True), dims_of(x), ())
         low, high = self.intervals[node]
         top = exp(bound) - (1.0 if node.target is ops.expm1 else 0.0)
@@ -124,15 +125,15 @@ class _Analysis:
 
     def _decay_matrix(self, node: fx.Node) -> None:
         rows, cols = node.args
-        bound = self._gate(node, rows, cols, _gap(node), ())  # type: ignore[arg-type]
+        bound = self._gate(node, rows, cols, _gap(node), ())
         self.intervals[node] = (0.0, exp(bound))
 
     def _decay_pairs(self, node: fx.Node) -> None:
         """Both gates decay, and the columns' gate is the reference between blocks of tokens."""
-        rows, cols = node.args[PAIRS[node.target] :][:2]  # type: ignore[index]
-        bound = self._gate(node, rows, cols, _gap(node), (2,))  # type: ignore[arg-type]
+        rows, cols = node.args[PAIRS[node.target] :][:2]
+        bound = self._gate(node, rows, cols, _gap(node), (2,))
         if bound <= LIMIT and rows is not cols:
-            self._gate(node, cols, cols, 0, (2,))  # type: ignore[arg-type]
+            self._gate(node, cols, cols, 0, (2,))
 
     def _gate(
         self, node: fx.Node, rows: fx.Node, cols: fx.Node, gap: int, rest: tuple[int, ...]
@@ -144,12 +145,10 @@ class _Analysis:
 
     # -- facts --------------------------------------------------------------------------------
 
-    def _record(
-        self, node: fx.Node, exponent: Form, dims: Dims, known: tuple[Bound, ...]
-    ) -> float:
+    def _record(self, node: fx.Node, exponent: Form, dims: Dims, known: tuple[Bound, ...]) -> float:
         bound = self.prover.upper(exponent, dims, known)
         fact = SignFact(
-            node.target.__name__,  # type: ignore[union-attr]
+            node.target.__name__,
             _text(exponent, dims),
             bound,
             node.meta["stage"],
@@ -166,13 +165,15 @@ class _Analysis:
         if undeclared:
             names = ", ".join(repr(name) for name in undeclared)
             return (
-                f"if {names} is a natural-log decay, declare it '... <=0' in inputs; otherwise make it one "
-                "in token_mode (-softplus(x), logsigmoid(x)), subtract its maximum, or clamp it"
+                f"if {names} is a natural-log decay, declare it '... <=0' in inputs; otherwise "
+                "make it one in token_mode (-softplus(x), logsigmoid(x)), subtract its maximum, "
+                "or clamp it"
             )
         if node.target in EXPONENTIALS and groups:
             return (
-                "write decays as differences before exp, later less earlier, and mask the exponent instead "
-                "of the result: (b[-1] - b).exp(), decay_matrix(b, b), decay_scores(q, k, b, b)"
+                "write decays as differences before exp, later less earlier, and mask the exponent "
+                "instead of the result: (b[-1] - b).exp(), decay_matrix(b, b), "
+                "decay_scores(q, k, b, b)"
             )
         return (
             "subtract the maximum (x - x.amax(-1, keepdim=True)), clamp the exponent "
@@ -188,7 +189,7 @@ class _Analysis:
             for v in monomial:
                 node = v.node
                 while node.target is ops.where:
-                    node = node.args[1]  # type: ignore[assignment]
+                    node = node.args[1]
                 known = self.intervals.get(v.node, ALL) != ALL
                 if node.op == "placeholder" and node.meta["role"] == "input" and not known:
                     names.append(node.meta["key"])
@@ -225,6 +226,5 @@ def _name(node: fx.Node) -> str:
     if node.target is ops.where and node.meta.get("stage") == "padding":
         return str(node.args[1])
     if node.target is ops.cumsum:
-        return f"cumsum({_name(node.args[0])})"  # type: ignore[arg-type]
+        return f"cumsum({_name(node.args[0])})"
     return str(node)
-

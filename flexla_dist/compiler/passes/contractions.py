@@ -1,8 +1,8 @@
 """Sums over a dim of a product: scores with a decay, the scan within a chunk, or a matrix product.
 
-Contract: `Contraction.read` takes a `total` or `matmul` node apart in a frame whose axes 0 and 1 stay and
-whose axis 2 is summed. `scores` and `scan` return the domain operator, or None where the decay does not have
-the form that the operator is exact for.
+Contract: `Contraction.read` takes a `total` or `matmul` node apart in a frame whose axes 0 and 1
+stay and whose axis 2 is summed. `scores` and `scan` return the domain operator, or None where the
+decay does not have the form that the operator is exact for.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Factor = tuple[View, int]
 def decays(exps: Sequence[Exponential], row: int, col: int) -> tuple[list[Exponential], Form]:
     """Those exponentials that together are a decay from `col` to `row`, and their exponent.
 
-    One that reads both axes is a decay by itself; two that read one axis each are, when the same value
-    appears in both with opposite signs: `exp(b_r) * exp(-b_s)`.
+    One that reads both axes is a decay by itself; two that read one axis each are, when the same
+    value appears in both with opposite signs: `exp(b_r) * exp(-b_s)`.
     """
     taken: list[Exponential] = []
     exponent: Form = {}
@@ -88,19 +88,19 @@ class Contraction:
             return None
         if node.target is ops.matmul:
             a, c = node.args
-            left, right = factor(view(a, (0, SUMMED)), known), factor(view(c, (SUMMED, 1)), known)  # type: ignore[arg-type]
+            left, right = factor(view(a, (0, SUMMED)), known), factor(view(c, (SUMMED, 1)), known)
             product = Product(
                 left.coefficient * right.coefficient,
                 left.plain + right.plain,
                 left.exps + right.exps,
                 left.bounds + right.bounds,
             )
-            summed = dims_of(a)[-1]  # type: ignore[arg-type]
+            summed = dims_of(a)[-1]
         elif node.target is ops.total:
             x, at = node.args[0], len(dims_of(node)) + 1 + node.kwargs["dim"]
-            places = (0, 1)[:at] + (SUMMED,) + (0, 1)[at:]
-            product = factor(view(x, places), known)  # type: ignore[arg-type]
-            summed = dims_of(x)[at]  # type: ignore[arg-type]
+            places = (*(0, 1)[:at], SUMMED, *(0, 1)[at:])
+            product = factor(view(x, places), known)
+            summed = dims_of(x)[at]
         else:
             return None
         if summed == UNIT_DIM:
@@ -110,7 +110,7 @@ class Contraction:
     # -- scores -------------------------------------------------------------------------------
 
     def scores(self, gap: int | None) -> fx.Node | None:
-        """Decayed scores of rows and columns where `row - col >= gap`; None if there is no decay."""
+        """Decayed scores where `row - col >= gap`; None if there is no decay."""
         p = self.product
         if self.dims[:2] != (TOKEN_DIM, TOKEN_DIM) or self.dims[2] == TOKEN_DIM:
             return None
@@ -136,7 +136,7 @@ class Contraction:
             return None
         if gap > 1:
             out = self.b.emit(ops.tril, out, diagonal=-gap)
-        around = self.emit.product(*outer, (0, 1), p.coefficient)
+        around = self.emit.product(outer.plain, outer.exps, (0, 1), p.coefficient)
         return out if around is None else self.b.emit(ops.mul, out, around)
 
     def _sides(
@@ -144,9 +144,7 @@ class Contraction:
     ) -> tuple[tuple[_Side, _Side], _Side] | None:
         """Factors of the rows, of the columns, and outside of the sum."""
         rows, cols, outer = _Side(), _Side(), _Side()
-        for axes, item in [(v.axes, (v, power)) for v, power in plain] + [
-            (e.axes, e) for e in exps
-        ]:
+        for axes, item in _with_axes(plain, exps):
             if SUMMED not in axes:
                 side = outer
             elif 1 not in axes:
@@ -162,9 +160,7 @@ class Contraction:
         node = self.emit.product(side.plain, side.exps, axes)
         return self.b.expand(1.0 if node is None else node, self.emit.named(axes))
 
-    def _vector_scores(
-        self, rows: _Side, cols: _Side, exponent: Form, gap: int
-    ) -> fx.Node | None:
+    def _vector_scores(self, rows: _Side, cols: _Side, exponent: Form, gap: int) -> fx.Node | None:
         row_terms, col_terms = split_terms(exponent, 1)
         col_terms = moved(scaled(col_terms, -1.0), {1: 0})
         if not _same_gate(row_terms, col_terms, strict=gap > 0):
@@ -196,8 +192,7 @@ class Contraction:
         if gap not in (0, 1) or not any(1 - row in axes_of(m) for m in exponent):
             return None
         outer, inner = _Side(), _Side()
-        left = [(e.axes, e) for e in p.exps if e not in taken]
-        for axes, item in [*((v.axes, (v, n)) for v, n in p.plain), *left]:
+        for axes, item in _with_axes(p.plain, [e for e in p.exps if e not in taken]):
             if {row, SUMMED} <= axes:
                 return None
             (inner if SUMMED in axes else outer).add(item)
@@ -227,11 +222,10 @@ class Contraction:
     # -- matrix product -----------------------------------------------------------------------
 
     def product_of_matrices(self) -> fx.Node | None:
-        """A sum of products without a decay: rows times columns, nothing of three dims is formed."""
+        """A sum of products without a decay: rows times columns, without a third dim."""
         p = self.product
         first, second, outer = _Side(), _Side(), _Side()
-        items = [*((v.axes, (v, n)) for v, n in p.plain), *((e.axes, e) for e in p.exps)]
-        for axes, item in items:
+        for axes, item in _with_axes(p.plain, p.exps):
             if axes == {0, 1, SUMMED}:
                 return None
             side = outer if SUMMED not in axes else second if 1 in axes else first
@@ -243,6 +237,16 @@ class Contraction:
         out = self.emit.cut(self.b.matmul(left, right), (0, 1), p.bounds)
         around = self.emit.product(outer.plain, outer.exps, (0, 1), p.coefficient)
         return out if around is None else self.b.emit(ops.mul, out, around)
+
+
+def _with_axes(
+    plain: Iterable[Factor], exps: Iterable[Exponential]
+) -> list[tuple[frozenset[int], Factor | Exponential]]:
+    """Factors with the axes along which they change."""
+    out: list[tuple[frozenset[int], Factor | Exponential]] = []
+    out.extend((v.axes, (v, power)) for v, power in plain)
+    out.extend((e.axes, e) for e in exps)
+    return out
 
 
 class _Side:
@@ -261,9 +265,6 @@ class _Side:
     @property
     def axes(self) -> list[frozenset[int]]:
         return [v.axes for v, _ in self.plain] + [e.axes for e in self.exps]
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter((self.plain, self.exps))
 
 
 def scalar_decay(emit: Emitter, exponent: Form, gap: int) -> fx.Node:
@@ -285,7 +286,7 @@ def gate_steps(terms: Form, row: int) -> Form | None:
         node, at = sums[0].node, sums[0].at
         if node.kwargs["reverse"] or at[len(at) + node.kwargs["dim"]] != row:
             return None
-        inner = form(view(node.args[0], at))  # type: ignore[arg-type]
+        inner = form(view(node.args[0], at))
         for m, w in inner.items():
             factors = tuple(sorted((*m, *others), key=lambda v: (v.node.name, str(v.at))))
             steps = plus(steps, {factors: value * w})

@@ -1,9 +1,10 @@
 """Plain spellings of decays and triangular inverses become domain operators.
 
-Requires: canonical spelling. Guarantees: no masked exponential of a difference of running sums is left, in
-whatever order mask, exponential, product and sum were written, also where it was factored into a growing and
-a shrinking exponential; the only inverse left is `unit_tril_inverse`. Here because these spellings overflow
-or need memory for every pair of tokens and key dims, while the domain operators are exact and small.
+Requires: canonical spelling. Guarantees: no masked exponential of a difference of running sums is
+left, in whatever order mask, exponential, product and sum were written, also where it was factored
+into a growing and a shrinking exponential; the only inverse left is `unit_tril_inverse`. Here
+because these spellings overflow or need memory for every pair of tokens and key dims, while the
+domain operators are exact and small.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _masked(b: Builder, m: Match) -> Operand | None:
     if gap < 0 or dims_of(node) != PAIR:
         return None
     known = (Bound(0, 1, gap),)
-    product = factor(view(node.args[0], (0, 1)), known)  # type: ignore[arg-type]
+    product = factor(view(node.args[0], (0, 1)), known)
     if product.bounds:
         own = required_gap(product.bounds, 0, 1)
         if own is None:
@@ -139,7 +140,7 @@ def _factored_scan(b: Builder, m: Match) -> Operand | None:
             continue
         if v.at[len(v.at) + v.node.kwargs["dim"]] != row:
             continue
-        inner = factor(view(v.node.args[0], v.at))  # type: ignore[arg-type]
+        inner = factor(view(v.node.args[0], v.at))
         for grown in product.exps:
             steps = gate_steps(grown.exponent, row)
             shrunk = [e for e in inner.exps if not plus(e.exponent, grown.exponent)]
@@ -167,7 +168,7 @@ def _inverse(b: Builder, m: Match) -> Operand | None:
     x: fx.Node = m["x"]
     inner = whole(x)
     if x.target is ops.tril and x.kwargs["diagonal"] == 0:
-        inner = whole(x.args[0])  # type: ignore[arg-type]
+        inner = whole(x.args[0])
     terms = form(inner)
     identity = [t for t in terms if len(t) == 1 and t[0].node.target is ops.eye]
     if len(identity) != 1 or terms[identity[0]] != 1.0:
@@ -185,13 +186,13 @@ def _strictly_lower(v: View) -> bool:
     if v.at != (0, 1):
         return False
     if node.target is ops.tril:
-        return node.kwargs["diagonal"] < 0 or _strictly_lower(whole(node.args[0]))  # type: ignore[arg-type]
+        return node.kwargs["diagonal"] < 0 or _strictly_lower(whole(node.args[0]))
     if node.target in (ops.decay_matrix, ops.decay_scores):
         return bool(node.kwargs["strict"])
     if node.target is ops.where:
         mask, _, outside = node.args
-        is_lower = mask.target is ops.tri_mask and mask.kwargs["diagonal"] < 0  # type: ignore[union-attr]
-        return is_lower and constant_of(outside) == 0.0  # type: ignore[arg-type]
+        is_lower = mask.target is ops.tri_mask and mask.kwargs["diagonal"] < 0
+        return is_lower and constant_of(outside) == 0.0
     if node.target in (ops.mul, ops.div, ops.neg):
         numerators = node.args[:1] if node.target is ops.div else node.args
         return any(_strictly_lower(view(x, v.at)) for x in numerators if isinstance(x, fx.Node))
@@ -205,7 +206,7 @@ def _strictly_lower(v: View) -> bool:
 def _inverse_of_triangle(b: Builder, m: Match) -> Operand | None:
     """unit_tril_inverse reads below the diagonal only."""
     x: fx.Node = m["x"]
-    return b.emit(ops.unit_tril_inverse, x.args[0]) if x.kwargs["diagonal"] >= -1 else None  # type: ignore[arg-type]
+    return b.emit(ops.unit_tril_inverse, x.args[0]) if x.kwargs["diagonal"] >= -1 else None
 
 
 def refuse_inverses(cell: Cell, spec: LinearAttentionSpec) -> None:
@@ -213,8 +214,8 @@ def refuse_inverses(cell: Cell, spec: LinearAttentionSpec) -> None:
     for node in cell.calls:
         if node.target is ops.inverse:
             raise TraceError(
-                "inverse of a matrix that is not seen to be unit lower triangular. Only the inverse of "
-                "the identity plus a strictly lower triangle is supported: write "
+                "inverse of a matrix that is not seen to be unit lower triangular. Only the "
+                "inverse of the identity plus a strictly lower triangle is supported: write "
                 "torch.linalg.inv(torch.eye(C) + A.tril(-1)), or call "
                 "flexla_dist.spec.functional.unit_tril_inverse(A)",
                 spec=spec.name,

@@ -1,9 +1,10 @@
-"""Triangles: every spelling of a triangular mask becomes `tri_mask`, every masked value `tril` or `triu`.
+"""Triangles: every spelling of a triangular mask becomes `tri_mask`, every masked value `tril` or
+`triu`.
 
-Requires: canonical spelling. Guarantees: comparisons of positions, boolean ones cut by `tril`, comparisons of
-a triangle of ones, and their negations, transposes and conjunctions are one `tri_mask` or its negation; a
-selection against zero is `tril` or `triu`; a product with a triangle of ones is a selection. Here because
-the patterns of decays look for `tril` only.
+Requires: canonical spelling. Guarantees: comparisons of positions, boolean ones cut by `tril`,
+comparisons of a triangle of ones, and their negations, transposes and conjunctions are one
+`tri_mask` or its negation; a selection against zero is `tril` or `triu`; a product with a triangle
+of ones is a selection. Here because the patterns of decays look for `tril` only.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def truth_of(x: Operand) -> bool | None:
     if not isinstance(x, fx.Node):
         return None
     if x.target in _COMPARE:
-        a, b = (constant_of(y) for y in x.args)  # type: ignore[arg-type]
+        a, b = (constant_of(y) for y in x.args)
         return None if a is None or b is None else _COMPARE[x.target](a, b)
     if x.target is ops.logical_not:
-        inner = truth_of(x.args[0])  # type: ignore[arg-type]
+        inner = truth_of(x.args[0])
         return None if inner is None else not inner
     if x.target in (ops.unsqueeze, ops.squeeze, ops.permute):
-        return truth_of(x.args[0])  # type: ignore[arg-type]
-    return truth_of(x.args[1]) if x.target is ops.expand else None  # type: ignore[arg-type]
+        return truth_of(x.args[0])
+    return truth_of(x.args[1]) if x.target is ops.expand else None
 
 
 def _truth(b: Builder, dims: Dims, value: bool) -> fx.Node:
@@ -140,18 +141,18 @@ def _compared(b: Builder, dim: str, fn: Any, shift: float, lower: bool) -> fx.No
 def _constant_choice(x: Operand) -> tuple[fx.Node, float, float] | None:
     """`where(mask, a, b)` of two constants."""
     if isinstance(x, fx.Node) and x.target is ops.where:
-        a, b = constant_of(x.args[1]), constant_of(x.args[2])  # type: ignore[arg-type]
+        a, b = constant_of(x.args[1]), constant_of(x.args[2])
         if a is not None and b is not None:
-            return x.args[0], a, b  # type: ignore[return-value]
+            return x.args[0], a, b
     return None
 
 
 def _compare_choice(b: Builder, m: Match) -> Operand | None:
     """A comparison of a choice between two constants with a third is the mask itself."""
     node: fx.Node = m["outer"]
-    holds = _COMPARE[node.target]  # type: ignore[index]
+    holds = _COMPARE[node.target]
     for at in (0, 1):
-        choice, other = _constant_choice(node.args[at]), constant_of(node.args[1 - at])  # type: ignore[arg-type]
+        choice, other = _constant_choice(node.args[at]), constant_of(node.args[1 - at])
         if choice is None or other is None:
             continue
         mask, inside, outside = choice
@@ -221,11 +222,11 @@ def _triangle(lower: bool) -> Replacement:
 def _cut_selection(b: Builder, outer: fx.Node, x: fx.Node, lower: bool) -> Operand | None:
     """The branch of a selection that a triangle cuts off."""
     mask, inside, outside = x.args
-    at, k = mask.kwargs["diagonal"], outer.kwargs["diagonal"]  # type: ignore[union-attr]
+    at, k = mask.kwargs["diagonal"], outer.kwargs["diagonal"]
     branch = inside if lower and k <= at else outside if not lower and k > at else None
     if branch is None:
         return None
-    return b.emit(outer.target, b.expand(branch, dims_of(outer)), diagonal=k)  # type: ignore[arg-type]
+    return b.emit(outer.target, b.expand(branch, dims_of(outer)), diagonal=k)
 
 
 def _times_choice(b: Builder, m: Match) -> Operand | None:
@@ -247,7 +248,7 @@ def _fold_choice(fn: Callable[..., Any], compute: Callable[..., float]) -> Repla
 
     def replacement(b: Builder, m: Match) -> Operand | None:
         node: fx.Node = m["outer"]
-        values = [(_constant_choice(x), constant_of(x)) for x in node.args]  # type: ignore[arg-type]
+        values = [(_constant_choice(x), constant_of(x)) for x in node.args]
         choices = [c for c, _ in values if c is not None]
         if len(choices) != 1 or any(c is None and v is None for c, v in values):
             return None
@@ -303,12 +304,12 @@ def _transposed(b: Builder, m: Match) -> Operand | None:
     if x.target is ops.tri_mask:
         return b.emit(ops.logical_not, _tri(b, x.kwargs["dim"], -x.kwargs["diagonal"] - 1))
     if x.target is ops.logical_not:
-        return b.emit(ops.logical_not, b.transpose(x.args[0]))  # type: ignore[arg-type]
+        return b.emit(ops.logical_not, b.transpose(x.args[0]))
     if x.target in (ops.tril, ops.triu):
         other = ops.triu if x.target is ops.tril else ops.tril
-        return b.emit(other, b.transpose(x.args[0]), diagonal=-x.kwargs["diagonal"])  # type: ignore[arg-type]
+        return b.emit(other, b.transpose(x.args[0]), diagonal=-x.kwargs["diagonal"])
     if _constant_choice(x) is not None:
-        mask, inside, outside = _constant_choice(x)  # type: ignore[misc]
+        mask, inside, outside = _constant_choice(x)
         return b.emit(ops.where, b.transpose(mask), b.expand(inside, dims_of(mask)), outside)
     return x if x.target is ops.eye else None
 
@@ -319,7 +320,7 @@ def _moved_mask(b: Builder, m: Match) -> Operand | None:
     if is_mask(x) and x.target is ops.logical_not:
         node: fx.Node = m["outer"]
         args = [x.args[0] if a is x else a for a in node.args]
-        return b.emit(ops.logical_not, b.emit(node.target, *args, **node.kwargs))  # type: ignore[arg-type]
+        return b.emit(ops.logical_not, b.emit(node.target, *args, **node.kwargs))
     return None
 
 

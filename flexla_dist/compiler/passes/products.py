@@ -1,8 +1,8 @@
 """A value taken apart into the factors of a product, and put together again from some of them.
 
-Contract: `factor` reads; `Emitter` adds nodes. A product is `coefficient * plain * exps`, zero outside of
-its triangular regions. Exponentials keep both their exponent as a form and the view they came from, so
-that what no rule claims is emitted as the user wrote it.
+Contract: `factor` reads; `Emitter` adds nodes. A product is `coefficient * plain * exps`, zero
+outside of its triangular regions. Exponentials keep both their exponent as a form and the view they
+came from, so that what no rule claims is emitted as the user wrote it.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _factor_selection(v: View, power: int, known: tuple[Bound, ...], out: Produc
 class Emitter:
     """Adds views, forms and products to a graph, laid out along chosen axes.
 
-    `dims` names the axes of the frame; a node for the axes (0, 2) has the dims `dims[0], dims[2]`, or
-    `1` where the value does not change.
+    `dims` names the axes of the frame; a node for the axes (0, 2) has the dims `dims[0], dims[2]`,
+    or `1` where the value does not change.
     """
 
     def __init__(self, builder: Builder, dims: Dims):
@@ -149,7 +149,7 @@ class Emitter:
             if at[i] is None:
                 node = self.b.emit(ops.squeeze, node, dim=i - len(at))
                 del at[i]
-        order = sorted(range(len(at)), key=lambda i: axes.index(at[i]))  # type: ignore[arg-type]
+        order = sorted(range(len(at)), key=lambda i: axes.index(at[i]))
         if order != list(range(len(at))):
             node = self.b.emit(ops.permute, node, order=tuple(i - len(at) for i in order))
         for i, axis in enumerate(axes):
@@ -227,5 +227,3 @@ def split_terms(exponent: Form, axis: int) -> tuple[Form, Form]:
         has = any(axis in v.axes for v in monomial)
         (along if has else without)[monomial] = value
     return without, along
-
-
