@@ -37,10 +37,11 @@ def dims_of(node: Operand) -> Dims:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a node comes from: the stage and, if known, the user's line."""
+    """Where a node comes from: the stage, the user's line and the user's name for it, if known."""
 
     stage: str = ""
     origin: SourceLine | None = None
+    label: str = ""
 
 
 class Builder:
@@ -84,7 +85,12 @@ class Builder:
         node = self.graph.call_function(fn, tuple(operands), attrs)
         mask = info.kind == "mask" or fn in MASK_OPERATORS or self._carries_mask(fn, operands)
         node.meta.update(
-            dims=dims, mask=mask, stage=self.mark.stage, origin=self.mark.origin, role="value"
+            dims=dims,
+            mask=mask,
+            stage=self.mark.stage,
+            origin=self.mark.origin,
+            label=self.mark.label,
+            role="value",
         )
         self._shared[key] = node
         return node
@@ -181,7 +187,9 @@ class Cell:
             if node.op == "placeholder":
                 env[node] = _argument(builder, node, substitute or {})
             elif node.op == "call_function":
-                builder.mark = Mark(node.meta["stage"], node.meta["origin"])
+                builder.mark = Mark(
+                    node.meta["stage"], node.meta["origin"], node.meta.get("label", "")
+                )
                 operands = [env[x] if isinstance(x, fx.Node) else x for x in node.args]
                 env[node] = emit(node.target, *operands, **node.kwargs)
         return {name: env[node] for name, node in self.outputs.items()}

@@ -130,7 +130,7 @@ class _Trace:
                 rows = self.builder.emit(ops.unsqueeze, rows, dim=-1)
             pad = float(self.spec.padding.get(name, 0.0))
             out[name] = self.builder.emit(ops.where, rows, node, pad)
-            out[name].meta.update(stage="padding", pads=name)
+            out[name].meta.update(stage="padding", pads=name, label=name)
         return out
 
     def _chunk_stage(self, inputs: dict[str, fx.Node], params: Values) -> dict[str, fx.Node]:
@@ -140,6 +140,9 @@ class _Trace:
             for name in local:
                 if name in RESERVED_LOCALS and self.spec.log_scaled is not None:
                     raise self._error(f"local value {name!r} is reserved in a log-scaled spec")
+            for name, node in local.items():
+                if node.op == "call_function" and not node.meta["label"]:
+                    node.meta["label"] = name
             if self.spec.log_scaled is not None:
                 local = self._log_scaled_locals(local)
         return local
