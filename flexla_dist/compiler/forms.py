@@ -158,8 +158,8 @@ def selection(v: View) -> Selection | None:
     if node.target is ops.triu:
         return Selection(Bound(v.at[1], v.at[0], node.kwargs["diagonal"]), operands(v)[0], 0.0)
     if node.target is ops.where:
-        mask, inside, outside = operands(v)
-        bound = triangle(mask)
+        _, inside, outside = operands(v)
+        bound = triangle(view(v.node.args[0], v.at))
         return None if bound is None else Selection(bound, inside, outside)
     return None
 

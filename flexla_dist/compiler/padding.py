@@ -197,9 +197,10 @@ def _apply(node: fx.Node, x: list[Abstract]) -> Abstract:
 
 def _elementwise(node: fx.Node, x: list[Abstract]) -> Abstract:
     """Exactly what the operator does, on numbers."""
-    if not all(isinstance(v, Uniform | Flag) for v in x):
+    known = [v for v in x if isinstance(v, Uniform | Flag)]
+    if len(known) != len(x):
         return ANY
-    tensors = [torch.tensor(v.value, dtype=_dtype(v)) for v in x]
+    tensors = [torch.tensor(v.value, dtype=_dtype(v)) for v in known]
     result = node.target(*tensors, **node.kwargs)
     return Flag(bool(result)) if result.dtype is torch.bool else Uniform(float(result))
 

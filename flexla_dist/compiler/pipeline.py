@@ -26,6 +26,7 @@ from flexla_dist.compiler.differentiate import differentiate
 from flexla_dist.compiler.ir.graph import Builder, Cell
 from flexla_dist.compiler.padding import prove_padding_identity
 from flexla_dist.compiler.partition import Program, partition
+from flexla_dist.compiler.passes.domain import refuse_inverses
 from flexla_dist.compiler.passes.engine import Rule, rewrite
 from flexla_dist.compiler.passes.order import BACKWARD_PASSES, FORWARD_PASSES, UNPADDED_PASSES
 from flexla_dist.compiler.signs import analyse_signs
@@ -114,6 +115,7 @@ def compile_graphs(spec: LinearAttentionSpec, strict: bool = False) -> Graphs:
     stages = [Stage("trace", traced)]
     prove_padding_identity(traced, spec)
     cell = run_passes(traced, FORWARD_PASSES, stages)
+    refuse_inverses(cell, spec)
     analyse_signs(cell, spec, strict=strict)
     cell, transitions = derive_transition(spec, cell)
     verify_cell(cell, "transition")

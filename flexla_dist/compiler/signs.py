@@ -223,8 +223,8 @@ def _letter(axis: int, dims: Dims, letters: str) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    if node.target is ops.where and node.meta.get("stage") == "padding":
-        return str(node.args[1])
+    if node.meta.get("label"):
+        return str(node.meta["label"])
     if node.target is ops.cumsum:
         return f"cumsum({_name(node.args[0])})"
     return str(node)

@@ -308,8 +308,9 @@ def _transposed(b: Builder, m: Match) -> Operand | None:
     if x.target in (ops.tril, ops.triu):
         other = ops.triu if x.target is ops.tril else ops.tril
         return b.emit(other, b.transpose(x.args[0]), diagonal=-x.kwargs["diagonal"])
-    if _constant_choice(x) is not None:
-        mask, inside, outside = _constant_choice(x)
+    choice = _constant_choice(x)
+    if choice is not None:
+        mask, inside, outside = choice
         return b.emit(ops.where, b.transpose(mask), b.expand(inside, dims_of(mask)), outside)
     return x if x.target is ops.eye else None
 
