@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.torch_executor import ForwardResult, Gradients
+from flexla_dist.compiler.executor.results import ForwardResult, Gradients
 from flexla_dist.errors import DoubleBackwardError
 
 States = tuple[Tensor, ...]

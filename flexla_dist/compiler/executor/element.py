@@ -1,8 +1,8 @@
 """The element of one span, as the communication layer takes it.
 
-Contract: plain data with the fields that `flexla_dist.comm` reads; the compiler does not import it.
-`states` holds one entry a state: `local` [G, HV, ...] is S_hat, `decay` an elementwise M (None is one),
-`matrix` a dense M [G, HV, K, K]. G is B, or 1 when packed.
+Contract: plain data with the fields that `flexla_dist.comm` reads; the compiler does not import
+it. `states` holds one entry a state: `local` [G, HV, ...] is S_hat, `decay` an elementwise M
+(None is one), `matrix` a dense M [G, HV, K, K]. G is B, or 1 when packed.
 """
 
 from __future__ import annotations

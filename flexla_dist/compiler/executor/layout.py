@@ -1,14 +1,15 @@
 """How the tokens of a call are cut into chunks.
 
-Contract: a chunk never holds tokens of two documents. Unpacked calls have B lanes that run side by side, each
-one document; a packed call has one lane whose chunks come document after document. Everything here is host
-integers: no device is asked.
+Contract: a chunk never holds tokens of two documents. Unpacked calls have B lanes that run side
+by side, each one document; a packed call has one lane whose chunks come document after document.
+Everything here is host integers: no device is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,8 +45,8 @@ class Slab:
 class ChunkLayout:
     """All chunks of a call, in order, with the documents' token spans.
 
-    `documents` counts the states of the call: B when unpacked, N when packed. In an unpacked layout every
-    chunk stands for B chunks, one a lane, and `Chunk.document` is 0.
+    `documents` counts the states of the call: B when unpacked, N when packed. In an unpacked layout
+    every chunk stands for B chunks, one a lane, and `Chunk.document` is 0.
     """
 
     batch: int
@@ -79,9 +80,7 @@ class ChunkLayout:
                 end -= 1
                 run = run[:-1]
                 whole = whole[:-1]
-            joined = all(
-                b.start == a.start + self.chunk_size for a, b in zip(run, run[1:], strict=False)
-            )
+            joined = all(b.start == a.start + self.chunk_size for a, b in pairwise(run))
             yield Slab(at, tuple(run), not all(whole), joined)
             at = end
 
@@ -101,7 +100,7 @@ def make_layout(
 
 
 def _spans(offsets: Sequence[int]) -> list[tuple[int, int, int]]:
-    return [(i, a, b) for i, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False))]
+    return [(i, a, b) for i, (a, b) in enumerate(pairwise(offsets))]
 
 
 def fitting_chunk_size(longest: int, limit: int) -> int:

@@ -1,8 +1,8 @@
 """One call of a compiled operator: its tensors, checked against the spec.
 
-Contract: `bind` turns keyword tensors into a `Problem` or raises ArgumentError / ArgumentTypeError that name
-the argument, what was got, what was expected and the fix. Nothing here computes or synchronises a device,
-except reading `cu_seqlens` when it lives on one.
+Contract: `bind` turns keyword tensors into a `Problem` or raises ArgumentError /
+ArgumentTypeError that name the argument, what was got, what was expected and the fix. Nothing
+here computes or synchronises a device, except reading `cu_seqlens` when it lives on one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The scan over chunks, forward and reversed: the one serial part.
 
-Contract: tensors have leading dims [B, HV, n] for the n chunks of a slab. `forward_scan` fills the states that
-enter each chunk, `reverse_scan` the gradients of the states that leave it. A document's first chunk takes its
-state from `enter`, its last one gives it to `leave`; the reversed scan does the same from the other end. Where
-a document starts the old state is replaced, never multiplied by zero.
+Contract: tensors have leading dims [B, HV, n] for the n chunks of a slab. `forward_scan` fills
+the states that enter each chunk, `reverse_scan` the gradients of the states that leave it. A
+document's first chunk takes its state from `enter`, its last one gives it to `leave`; the
+reversed scan does the same from the other end. Where a document starts the old state is replaced,
+never multiplied by zero.
 """
 
 from __future__ import annotations
