@@ -44,7 +44,7 @@ def spec_of(expression: Expression, **changes: Any) -> LinearAttentionSpec:
         "scalars": {"scale": 1.0},
         "chunk_mode": chunk_mode,
         "decay_mode": lambda S, c: S,
-        "merge_mode": lambda S, c: c.v + 0.0 * c.value.sum(),
+        "merge_mode": lambda S, c: c.v + c.value.sum(),
         **changes,
     }
     return LinearAttentionSpec(**settings)
@@ -52,7 +52,7 @@ def spec_of(expression: Expression, **changes: Any) -> LinearAttentionSpec:
 
 def cell_of(expression: Expression) -> Cell:
     """The expression alone as a cell with the result `value`, every token valid."""
-    traced = trace_spec(spec_of(expression, merge_mode=lambda S, c: c.v + c.value.sum()))
+    traced = trace_spec(spec_of(expression))
     builder = Builder()
 
     def emit(fn: Any, *operands: Any, **attrs: Any) -> Any:

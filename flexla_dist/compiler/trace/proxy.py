@@ -1,8 +1,9 @@
 """What the user's callables see instead of tensors.
 
-Contract: a `Traced` stands for one value of one chunk of one head and records every operation into the graph.
-It has dims, not sizes; `DimSize` is what `x.shape[i]` gives. Anything that would need a number that is known
-only at run time (a branch, a loop, `float(x)`, a comparison of sizes) is refused at the user's line.
+Contract: a `Traced` stands for one value of one chunk of one head and records every operation into
+the graph. It has dims, not sizes; `DimSize` is what `x.shape[i]` gives. Anything that would need a
+number that is known only at run time (a branch, a loop, `float(x)`, a comparison of sizes) is
+refused at the user's line.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ def user_line() -> SourceLine | None:
             return SourceLine(name, frame.f_lineno, frame.f_code.co_name, text)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def definition_line(function: Any) -> SourceLine | None:
+    """Where a function is defined, for mistakes in what it returns."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
+    return SourceLine(code.co_filename, code.co_firstlineno, code.co_name, text)
 
 
 class DimSize(int):
@@ -90,14 +100,21 @@ class DimSize(int):
         return other - self._value()
 
     def __neg__(self) -> Any:
-        return -self._value()
+        return self.tracer.call("neg", self._value())
 
     def _no_integer(self, *_: Any) -> NoReturn:
         raise self.tracer.error(
-            f"integer arithmetic on the size of dim {self.name}; slices and reshapes of a chunk are "
-            "not supported. Write the operation on whole dims"
+            f"integer arithmetic on the size of dim {self.name}; slices and reshapes of a chunk "
+            "are not supported. Write the operation on whole dims"
         )
 
+    def _no_number(self) -> NoReturn:
+        raise self.tracer.error(
+            f"a Python number made from the size of dim {self.name} (math.sqrt, float). Compute "
+            "with the size itself, `x.q.shape[-1] ** -0.5`, or declare a scalar"
+        )
+
+    __float__ = _no_number
     __floordiv__ = __mod__ = __rfloordiv__ = __rmod__ = _no_integer  # type: ignore[assignment]
     __radd__, __rmul__ = __add__, __mul__
 
@@ -106,7 +123,7 @@ class Traced:
     """A value being traced. Supports operators, the usual tensor methods and torch functions."""
 
     __slots__ = ("node", "tracer")
-    __array_priority__ = 1000
+    __array_ufunc__ = None  # numpy leaves operators to us
 
     def __init__(self, node: fx.Node, tracer: Tracer):
         object.__setattr__(self, "node", node)
@@ -183,8 +200,8 @@ class Traced:
 
     def _loop(self) -> NoReturn:
         raise self.tracer.error(
-            "a Python loop over a dim of the chunk. Use whole-chunk operations: torch.cumsum, a matrix "
-            "product, flexla_dist.spec.functional.decay_scan"
+            "a Python loop over a dim of the chunk. Use whole-chunk operations: torch.cumsum, a "
+            "matrix product, flexla_dist.spec.functional.decay_scan"
         )
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,9 +1,10 @@
 """Traces the callables of a spec, one after the other, into one graph.
 
-Contract: `trace_spec` returns a cell with the results `output`, `next_<state>`, and for log-scaled specs
-`log_decay` and `log_weight`. Padding is selected in after `token_mode`, so that every later value sees it.
-The whole trace is made twice, with other stand-in sizes; a difference between the two means that a callable
-looked at a size (a loop over C, a constant made from a size) or is not pure, and is refused with its line.
+Contract: `trace_spec` returns a cell with the results `output`, `next_<state>`, and for log-scaled
+specs `log_decay` and `log_weight`. Padding is selected in after `token_mode`, so that every later
+value sees it. The whole trace is made twice, with other stand-in sizes; a difference between the
+two means that a callable looked at a size (a loop over C, a constant made from a size) or is not
+pure, and is refused with its line.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def trace_spec(spec: LinearAttentionSpec) -> Cell:
     names = dim_names(spec)
     if len(names) > len(_PRIMES):
         raise TraceError(
-            f"{len(names)} dims are too many; at most {len(_PRIMES)}", spec=spec.name, stage="inputs"
+            f"{len(names)} dims are too many; at most {len(_PRIMES)}",
+            spec=spec.name,
+            stage="inputs",
         )
     first = _Trace(spec, names, _PRIMES).run()
     second = _Trace(spec, names, _OTHER_PRIMES).run()
@@ -107,7 +110,7 @@ class _Trace:
     def _token_stage(self, inputs: dict[str, fx.Node]) -> dict[str, fx.Node]:
         if self.spec.token_mode is None:
             return inputs
-        with self.tracer.in_stage("token_mode"):
+        with self.tracer.in_stage("token_mode", self.spec.token_mode):
             x = self.tracer.values(inputs, "input")
             returned = self.spec.token_mode(x, self._params())
             new = self._named(returned, "token_mode", "inputs")
@@ -134,7 +137,7 @@ class _Trace:
         return out
 
     def _chunk_stage(self, inputs: dict[str, fx.Node], params: Values) -> dict[str, fx.Node]:
-        with self.tracer.in_stage("chunk_mode"):
+        with self.tracer.in_stage("chunk_mode", self.spec.chunk_mode):
             x = self.tracer.values(inputs, "input")
             local = self._named(self.spec.chunk_mode(x, params), "chunk_mode", "local values")
             for name in local:
@@ -160,7 +163,9 @@ class _Trace:
             out[name] = self.tracer.fit(f"log_scaled local {name!r}", local[name], ())
         out[scaled.weight] = self._constant_everywhere(out[scaled.weight])
         shift = self.builder.placeholder(SHIFT, (), "state")
-        out["carry"] = self.builder.emit(ops.exp, self.builder.emit(ops.add, out[scaled.decay], shift))
+        out["carry"] = self.builder.emit(
+            ops.exp, self.builder.emit(ops.add, out[scaled.decay], shift)
+        )
         out["fresh"] = self.builder.placeholder(FRESH, (), "state")
         out["m"] = self.builder.placeholder(LOG_SCALE, (), "state")
         return out
@@ -179,8 +184,10 @@ class _Trace:
         self, states: dict[str, fx.Node], local: dict[str, fx.Node]
     ) -> dict[str, fx.Node]:
         hidden = {"m"} if self.spec.log_scaled is not None else set()
-        with self.tracer.in_stage("decay_mode"):
-            c = self.tracer.values({k: v for k, v in local.items() if k not in hidden}, "local value")
+        with self.tracer.in_stage("decay_mode", self.spec.decay_mode):
+            c = self.tracer.values(
+                {k: v for k, v in local.items() if k not in hidden}, "local value"
+            )
             returned = self.spec.decay_mode(self._state_argument(states), c)
             if self.spec.single_state:
                 new = {"S": self.tracer.result("the next state", returned)}
@@ -199,8 +206,10 @@ class _Trace:
 
     def _merge_stage(self, states: dict[str, fx.Node], local: dict[str, fx.Node]) -> fx.Node:
         hidden = {"carry", "fresh"} if self.spec.log_scaled is not None else set()
-        with self.tracer.in_stage("merge_mode"):
-            c = self.tracer.values({k: v for k, v in local.items() if k not in hidden}, "local value")
+        with self.tracer.in_stage("merge_mode", self.spec.merge_mode):
+            c = self.tracer.values(
+                {k: v for k, v in local.items() if k not in hidden}, "local value"
+            )
             returned = self.spec.merge_mode(self._state_argument(states), c)
             node = self.tracer.result("the output", returned)
             return self.tracer.fit("the output", node, self.spec.output_dims)
@@ -220,7 +229,9 @@ class _Trace:
         return {k: self.tracer.result(f"{what} {k!r}", v) for k, v in returned.items()}
 
     def _error(self, message: str) -> TraceError:
-        return TraceError(message, spec=self.spec.name, stage=self.tracer.stage)
+        return TraceError(
+            message, spec=self.spec.name, stage=self.tracer.stage, origin=self.tracer.defined
+        )
 
 
 def _signature(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
@@ -241,9 +252,10 @@ def _compare(spec: LinearAttentionSpec, first: Cell, second: Cell) -> None:
         if _signature(a, numbers_one) != _signature(b, numbers_two):
             culprit = a if a.meta.get("origin") is not None else b
             raise TraceError(
-                "the graph changes with the sizes of the dims, or from call to call: a Python loop over "
-                "a dim such as C, a constant computed from a size with math, or an impure callable. "
-                "Use whole-chunk operations, `x.shape[-1] ** -0.5` on the size itself, or a scalar",
+                "the graph changes with the sizes of the dims, or from call to call: a Python loop "
+                "over a dim such as C, a constant computed from a size with math, or an impure "
+                "callable. Use whole-chunk operations, `x.shape[-1] ** -0.5` on the size itself, "
+                "or a scalar",
                 spec=spec.name,
                 stage=culprit.meta.get("stage", "").removeprefix("d ") or "callables",
                 origin=culprit.meta.get("origin"),

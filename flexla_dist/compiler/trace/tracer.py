@@ -1,9 +1,9 @@
 """Runs the user's callables on stand-ins and records the graph.
 
-Contract: `Tracer` owns one builder; `run_stage` calls a callable and returns what it returned, with every
-mistake turned into a `TraceError` that names spec, stage, source line and fix. Torch functions reach
-`torch_function` through a function mode, constant factories included; the spellings understood are the table
-`LOWERINGS`.
+Contract: `Tracer` owns one builder; `run_stage` calls a callable and returns what it returned, with
+every mistake turned into a `TraceError` that names spec, stage, source line and fix. Torch
+functions reach `torch_function` through a function mode, constant factories included; the spellings
+understood are the table `LOWERINGS`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.ir.graph import Builder, Mark
-from flexla_dist.compiler.ir.operators import ShapeRuleError
+from flexla_dist.compiler.ir.graph import Builder, Mark, is_mask
+from flexla_dist.compiler.ir.operators import OPERATORS, ShapeRuleError
 from flexla_dist.compiler.trace.lowering import LOWERINGS, supported_names
-from flexla_dist.compiler.trace.proxy import DimSize, Traced, user_line
-from flexla_dist.errors import TraceError
+from flexla_dist.compiler.trace.lowering.refused import REFUSED
+from flexla_dist.compiler.trace.proxy import DimSize, Traced, definition_line, user_line
+from flexla_dist.errors import SourceLine, TraceError
 from flexla_dist.shapes import UNIT_DIM, format_dims, nearest
 from flexla_dist.spec.values import Values
 
@@ -35,12 +36,16 @@ _ALIASES = {
     "absolute": "abs",
     "mm": "matmul",
     "mv": "matmul",
-    "transpose_": "transpose",
     "greater_equal": "ge",
     "greater": "gt",
     "less_equal": "le",
     "less": "lt",
     "linalg_inv": "inverse",
+    "linalg_solve": "solve",
+    "special_exp2": "exp2",
+    "type": "to",
+    "half": "float",
+    "bfloat16": "float",
     "inv": "inverse",
     "linalg_solve_triangular": "solve_triangular",
     "log_sigmoid": "logsigmoid",
@@ -53,10 +58,11 @@ _ALIASES = {
     "permute_dims": "permute",
     "swapaxes": "transpose",
     "t": "mT",
-    "clamp_": "clamp",
     "clip": "clamp",
-    "rsub": "rsub",
 }
+
+
+LOGICAL = frozenset({ops.logical_not, ops.logical_and, ops.logical_or})
 
 
 class _Mode(TorchFunctionMode):
@@ -75,9 +81,9 @@ class Tracer:
         self.builder = Builder()
         self.spec_name = spec_name
         self.stage = ""
+        self.defined: SourceLine | None = None
         self._sizes = {
-            name: DimSize(prime, name, self)
-            for name, prime in zip(dim_names, primes, strict=True)
+            name: DimSize(prime, name, self) for name, prime in zip(dim_names, primes, strict=True)
         }
         self._by_prime = {int.__int__(size): size.name for size in self._sizes.values()}
 
@@ -102,7 +108,8 @@ class Tracer:
         if isinstance(size, int) and size in self._by_prime:
             return self._by_prime[size]
         raise self.error(
-            f"a fixed size {size!r}; sizes must come from x.shape, so that one graph serves all"
+            f"a fixed size {size!r}; sizes must come from x.shape, such as x.q.shape[0], so that "
+            "one graph serves all"
         )
 
     def size(self, dim: str) -> Traced:
@@ -117,12 +124,33 @@ class Tracer:
         """Add a node marked with stage and user line; misfits become TraceErrors."""
         origin = user_line()
         self.builder.mark = Mark(self.stage, origin)
+        operands = self._typed(fn, operands)
         try:
             return self.builder.emit(fn, *operands, **attrs)
         except ShapeRuleError as misfit:
             raise TraceError(
                 f"{fn.__name__}: {misfit}", spec=self.spec_name, stage=self.stage, origin=origin
             ) from None
+
+    def _typed(self, fn: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Masks that are computed with count as ones and zeros; logic needs masks."""
+        info = OPERATORS[fn]
+        if fn in LOGICAL:
+            if not all(is_mask(x) for x in operands):
+                raise self.error(
+                    f"{info.name} (~, &, |) needs comparisons or masks; got a value of numbers"
+                )
+        elif info.kind != "shape":
+            first = 1 if fn is ops.where else 0
+            operands = (*operands[:first], *(self.as_number(x) for x in operands[first:]))
+        return operands
+
+    def as_number(self, operand: Any) -> Any:
+        """A mask as ones and zeros; everything else as it is."""
+        if not is_mask(operand):
+            return operand
+        ones = self.builder.expand(1.0, operand.meta["dims"])
+        return self.builder.emit(ops.where, operand, ones, 0.0)
 
     def operand(self, value: Any) -> fx.Node | float:
         """A node or a plain number from what the user passed."""
@@ -178,7 +206,13 @@ class Tracer:
         return lambda *args, **kwargs: self.call(canonical, value, *args, **kwargs)
 
     def _unsupported(self, name: str) -> TraceError:
+        if name in REFUSED:
+            return self.error(f"{name} is not supported: {REFUSED[name]}")
         known = supported_names()
+        if name.endswith("_") and name[:-1] in known:
+            return self.error(
+                f"in-place {name} is not supported; use the value that {name[:-1]} returns"
+            )
         hint = nearest(name, known)
         return self.error(
             f"operator {name!r} is not supported{hint}. Supported: {', '.join(known)}"
@@ -187,9 +221,10 @@ class Tracer:
     # -- stages -------------------------------------------------------------------------------
 
     @contextmanager
-    def in_stage(self, stage: str) -> Iterator[None]:
-        """Operations inside belong to `stage`."""
+    def in_stage(self, stage: str, callable_: Any = None) -> Iterator[None]:
+        """Operations inside belong to `stage`, whose results `callable_` returns."""
         before, self.stage = self.stage, stage
+        self.defined = definition_line(callable_)
         try:
             with _Mode(self):
                 yield
@@ -204,13 +239,16 @@ class Tracer:
     def result(self, what: str, value: Any) -> fx.Node:
         """A returned value as a node; anything else is an error."""
         if isinstance(value, Traced):
-            return value.node
+            return self.as_number(self.operand(value))
+        if isinstance(value, DimSize):
+            return self.size(value.name).node
         if isinstance(value, bool | int | float):
             return self.builder.expand(float(value), ())
         raise TraceError(
             f"{what} is {type(value).__name__}; expected a tensor computed from the arguments",
             spec=self.spec_name,
             stage=self.stage,
+            origin=self.defined,
         )
 
     def fit(self, what: str, node: fx.Node, dims: tuple[str, ...]) -> fx.Node:
@@ -223,5 +261,5 @@ class Tracer:
                 f"{what} has dims {format_dims(node.meta['dims'])}; expected {format_dims(dims)}",
                 spec=self.spec_name,
                 stage=self.stage,
-                origin=node.meta["origin"],
+                origin=node.meta["origin"] or self.defined,
             ) from None

@@ -49,13 +49,43 @@ def _full(t: Tracer, sizes: Any, value: Any, *, dtype: Any = None, device: Any =
     return _constant(t, _sizes_of(t, (sizes,)), value, dtype)
 
 
+def _new(value: float) -> Callable[..., Any]:
+    def lower(t: Tracer, x: Any, *sizes: Any, dtype: Any = None, device: Any = None) -> Any:
+        return _constant(t, _sizes_of(t, sizes), value, dtype)
+
+    return lower
+
+
+LOWERINGS["new_ones"], LOWERINGS["new_zeros"] = _new(1.0), _new(0.0)
+
+
+@lowering("new_full")
+def _new_full(
+    t: Tracer, x: Any, sizes: Any, value: Any, *, dtype: Any = None, device: Any = None
+) -> Any:
+    return _constant(t, _sizes_of(t, (sizes,)), value, dtype)
+
+
+@lowering("full_like")
+def _full_like(t: Tracer, x: Any, value: Any, *, dtype: Any = None, device: Any = None) -> Any:
+    return _constant(t, x.dims, value, dtype)
+
+
 @lowering("eye")
-def _eye(t: Tracer, n: Any, *, dtype: Any = None, device: Any = None) -> Any:
-    return t.wrap(t.emit(ops.eye, t.builder.sizes, dim=t.dim_named(n)))
+def _eye(t: Tracer, n: Any, m: Any = None, *, dtype: Any = None, device: Any = None) -> Any:
+    if m is not None and t.dim_named(m) != t.dim_named(n):
+        raise t.error("eye of two different dims; the identity is square")
+    node = t.emit(ops.eye, t.builder.sizes, dim=t.dim_named(n))
+    return t.wrap(t.emit(ops.greater, node, 0.5) if dtype is torch.bool else node)
 
 
 @lowering("arange")
-def _arange(t: Tracer, n: Any, *, dtype: Any = None, device: Any = None) -> Any:
+def _arange(
+    t: Tracer, first: Any, end: Any = None, *, dtype: Any = None, device: Any = None
+) -> Any:
+    if end is not None and not (type(first) is int and first == 0):
+        raise t.error("arange from another start than 0; add the start: torch.arange(C) + 1")
+    n = first if end is None else end
     return t.wrap(t.emit(ops.iota, t.builder.sizes, dim=t.dim_named(n)))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import is_mask
@@ -102,6 +105,16 @@ def _pow(t: Tracer, x: Any, exponent: Any) -> Any:
     return t.wrap(t.emit(ops.power, value_of(t, x).node, exponent=float(exponent)))
 
 
+@lowering("exp2")
+def _exp2(t: Tracer, x: Any) -> Any:
+    return t.call("exp", t.call("mul", x, math.log(2.0)))
+
+
+@lowering("log2")
+def _log2(t: Tracer, x: Any) -> Any:
+    return t.call("mul", t.call("log", x), 1.0 / math.log(2.0))
+
+
 @lowering("square")
 def _square(t: Tracer, x: Any) -> Any:
     return t.call("mul", x, x)
@@ -119,18 +132,26 @@ def _softplus(t: Tracer, x: Any, beta: float = 1.0, threshold: float = 20.0) -> 
     return t.call("div", t.call("softplus", t.call("mul", x, beta)), beta)
 
 
+def _out_of_place(t: Tracer, inplace: bool) -> None:
+    if inplace:
+        raise t.error("inplace=True is not supported; use the returned value")
+
+
 @lowering("silu")
 def _silu(t: Tracer, x: Any, inplace: bool = False) -> Any:
+    _out_of_place(t, inplace)
     return t.call("mul", x, t.call("sigmoid", x))
 
 
 @lowering("relu")
 def _relu(t: Tracer, x: Any, inplace: bool = False) -> Any:
+    _out_of_place(t, inplace)
     return t.call("maximum", x, 0.0)
 
 
 @lowering("elu")
 def _elu(t: Tracer, x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    _out_of_place(t, inplace)
     negative = t.call("mul", t.call("expm1", t.call("minimum", x, 0.0)), alpha)
     return t.call("where", t.call("gt", x, 0.0), x, negative)
 
@@ -167,10 +188,34 @@ def _masked_fill(t: Tracer, x: Any, mask: Any, value: Any) -> Any:
     return t.call("where", mask, value, x)
 
 
-@lowering("clone", "contiguous", "float", "double", "to", "type_as")
+@lowering("clone", "contiguous")
 def _unchanged(t: Tracer, x: Any, *_: Any, **__: Any) -> Any:
-    """The compiler alone decides types and storage; decays are always kept in full precision."""
+    """The compiler alone decides about storage."""
     return x
+
+
+@lowering("float", "double", "to", "type_as")
+def _converted(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The compiler decides types, decays keep full precision; masks become numbers."""
+    if torch.bool in (*args, *kwargs.values()):
+        return t.call("bool", x)
+    return t.wrap(t.as_number(t.operand(x)))
+
+
+@lowering("bool")
+def _bool(t: Tracer, x: Any) -> Any:
+    return x if is_mask(x.node) else t.call("ne", x, 0.0)
+
+
+@lowering("normalize")
+def _normalize(
+    t: Tracer, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
+    """Clamped before the root, whose slope at zero is infinite."""
+    if p != 2.0:
+        raise t.error(f"normalize with p={p}; only the Euclidean norm, p=2, is supported")
+    squares = t.call("sum", t.call("mul", x, x), dim=dim, keepdim=True)
+    return t.call("mul", x, t.call("rsqrt", t.call("maximum", squares, eps * eps)))
 
 
 @lowering("softmax")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import is_mask
@@ -61,9 +61,31 @@ def _cumsum(t: Tracer, x: Any, dim: int, *, dtype: Any = None) -> Any:
     return t.wrap(t.emit(ops.cumsum, x.node, dim=axis_of(t, x, dim), reverse=False))
 
 
-@lowering("flip")
-def _flip(t: Tracer, x: Any, *dims: Any) -> Any:
-    raise t.error("flip is not supported; a reversed sum is x.sum(0) - x.cumsum(0) + x")
+class _Extremum(NamedTuple):
+    """What `x.max(dim)` returns; positions are not known when compiling."""
+
+    values: Any
+
+    @property
+    def indices(self) -> Any:
+        raise self.values.tracer.error("the position of a maximum is not supported; use its value")
+
+
+def _extremum(reduce: str, pairwise: str) -> Callable[..., Any]:
+    def lower(
+        t: Tracer, x: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None
+    ) -> Any:
+        if other is not None or hasattr(dim, "node"):
+            return t.call(pairwise, x, dim if other is None else other)
+        if dim is None:
+            return t.call(reduce, x)
+        return _Extremum(t.call(reduce, x, dim, keepdim))
+
+    return lower
+
+
+LOWERINGS["max"] = _extremum("amax", "maximum")
+LOWERINGS["min"] = _extremum("amin", "minimum")
 
 
 # -- shape ----------------------------------------------------------------------------------------
@@ -162,6 +184,13 @@ def _getitem(t: Tracer, x: Any, index: Any) -> Any:
     return _apply_index(t, x, entries)
 
 
+def _edge(entry: slice) -> int | None:
+    """`x[-1:]` and `x[:1]` keep the last or first entry as a dim of size one."""
+    if entry == slice(-1, None):
+        return -1
+    return 0 if entry in (slice(None, 1), slice(0, 1)) else None
+
+
 def _apply_index(t: Tracer, x: Any, entries: list[Any]) -> Any:
     at = 0
     for entry in entries:
@@ -169,7 +198,10 @@ def _apply_index(t: Tracer, x: Any, entries: list[Any]) -> Any:
             x = t.call("unsqueeze", x, at)
             at += 1
         elif isinstance(entry, slice):
-            if entry != slice(None):
+            edge = _edge(entry)
+            if edge is not None:
+                x = t.call("unsqueeze", _pick(t, x, at - len(x.dims), edge), at)
+            elif entry != slice(None):
                 raise t.error(
                     "a partial slice of a dim; stages work on whole dims. For the previous token "
                     "use an exclusive sum (b - g) or a state"

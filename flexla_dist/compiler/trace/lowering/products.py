@@ -88,6 +88,21 @@ def _inverse(t: Tracer, x: Any) -> Any:
     return t.wrap(t.emit(ops.inverse, x.node))
 
 
+@lowering("solve")
+def _solve(t: Tracer, a: Any, b: Any, *, left: bool = True) -> Any:
+    if not left:
+        raise t.error("solve: only systems from the left")
+    return t.call("matmul", t.call("inverse", a), b)
+
+
+@lowering("diag", "diag_embed")
+def _diag(t: Tracer, x: Any) -> Any:
+    if len(x.dims) != 1:
+        raise t.error(f"{len(x.dims)} dims; diag makes a matrix of a vector")
+    eye = t.wrap(t.emit(ops.eye, t.builder.sizes, dim=x.dims[0]))
+    return t.call("mul", eye, x[:, None])
+
+
 @lowering("solve_triangular")
 def _solve_triangular(
     t: Tracer, a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from flexla_dist.compiler.trace.tracer import Tracer
 
 LOWERINGS: dict[str, Callable[..., Any]] = {}
-_HIDDEN = {"getitem", "mT", "detach", "clone", "contiguous", "float", "to", "double", "type_as"}
+_HIDDEN = {"getitem", "mT", "clone", "contiguous", "rsub"}
 
 
 def supported_names() -> list[str]:
