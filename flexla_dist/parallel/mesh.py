@@ -34,13 +34,13 @@ def sequence_group(mesh: MeshOrGroup | None, group: ProcessGroup | None = None) 
                 f"{chosen.mesh_dim_names}; pass one of them, for example mesh[{_last(chosen)!r}]"
             )
         chosen = chosen.get_group()
+    if chosen is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ShardingError("this process is not a member of the group that was passed in")
     if not isinstance(chosen, ProcessGroup):
         raise TypeError(
             f"expected a DeviceMesh or a ProcessGroup, got {type(chosen).__name__}; for example "
             'init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]'
         )
-    if dist.get_rank(chosen) < 0:
-        raise ShardingError("this process is not a member of the group that was passed in")
     return chosen
 
 

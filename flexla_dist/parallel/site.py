@@ -68,7 +68,8 @@ class Site:
     def open(self, x: Tensor) -> SequenceExchange:
         """The exchange of one call whose input is x [B, T_local, ...]."""
         if recomputing():
-            record = self.records.find(x, current_plan(self.group))
+            with self.runtime.guard(self.name):
+                record = self.records.find(x, current_plan(self.group))
             return SequenceExchange(self, record, replay=True, device=x.device)
         refuse_reentrant(self.name)
         if x.dim() < 2:
@@ -94,18 +95,19 @@ class Site:
         return Tag(record.plan.step, record.plan.micro_batch, self._layer, call)
 
     def gradient_wanted(self, index: int, signature: Mapping[str, Any], local: bool) -> bool:
-        """Whether any rank wants a gradient, agreed once; RankMismatch unless all ranks do the
-        same.
+        """Whether any rank wants a gradient; RankMismatch unless all ranks do the same.
 
-        signature: field and value of all that must be equal on the ranks.
+        signature: field and value of all that must be equal on the ranks. They are asked at its first
+        use, and again when a gradient is wanted here that no rank wanted before. That must happen on
+        all ranks at once, as it does when a model's parameters are unfrozen.
         """
         enabled = torch.is_grad_enabled()
         local = local and enabled
         if self.runtime.size == 1:
             return local
-        key = (index, enabled, local, *signature.values())
+        key = (index, enabled, *signature.values())
         wanted = self._agreed.get(key)
-        if wanted is None:
+        if wanted is None or (local and not wanted):
             what = f"{self.name}, exchange {index}"
             fields = ("gradients enabled", *signature)
             values = (str(enabled), *(str(value) for value in signature.values()))

@@ -1,8 +1,8 @@
 """The discipline that sharded autograd nodes must follow, shown on a dummy exchange.
 
-Four layers under activation checkpointing, one rank with every label masked, a gradient wanted on one
-rank only. The nodes log every message they send; the logs must be the same on all ranks, because a
-rank that leaves one out makes its neighbours wait forever.
+Four layers under activation checkpointing, one rank with every label masked, a gradient wanted on
+one rank only. The nodes log every message they send; the logs must be the same on all ranks, because
+a rank that leaves one out makes its neighbours wait forever.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ class DummyExchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: int, world: tuple[int, int], log: Log, kept: dict, anchor: Tensor, x: Tensor
+        ctx: Any,
+        layer: int,
+        world: tuple[int, int],
+        log: Log,
+        kept: dict,
+        anchor: Tensor,
+        x: Tensor,
     ) -> Tensor:
         recompute = torch._C._current_graph_task_id() != -1
         if not recompute:

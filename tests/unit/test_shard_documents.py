@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_documents_agree_with_a_count_token_by_token(seed: int) -> None:
     total, ranks = rng.choice([0, 1, 7, 12, 30]), rng.randint(1, 6)
     starts = random_cuts(rng, total, rng.randint(1, 8))
     offsets = random_cuts(rng, total, ranks)
-    lengths = [high - low for low, high in zip(offsets, offsets[1:], strict=False)]
+    lengths = [high - low for low, high in pairwise(offsets)]
     owner = [n for n in range(len(starts) - 1) for _ in range(starts[n + 1] - starts[n])]
 
     crossing = crossing_cuts(starts, lengths)
