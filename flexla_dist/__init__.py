@@ -1,3 +1,66 @@
-"""Linear attention from three chunk callables, compiled, and sharded over the sequence."""
+"""Linear attention from three chunk callables, compiled, and sharded over the sequence.
+
+    op = flexla_dist.compile(LinearAttentionSpec(...))   # an operator with a derived backward
+    SequenceParallelLA(layer, mesh["cp"])                # a layer on a part of a sequence
+
+Public names are imported when they are first used, so that `flexla_dist.spec` stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexla_dist.ops.op import LinearAttentionOp, compile
+    from flexla_dist.parallel import (
+        SequenceParallelLA,
+        parallelize_sequence,
+        sequence_context,
+        sequence_loss,
+        shard_sequence,
+        unshard_sequence,
+    )
+    from flexla_dist.spec import LinearAttentionSpec, LogScaled
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LinearAttentionOp": "flexla_dist.ops.op",
+    "LinearAttentionSpec": "flexla_dist.spec",
+    "LogScaled": "flexla_dist.spec",
+    "SequenceParallelLA": "flexla_dist.parallel",
+    "compile": "flexla_dist.ops.op",
+    "parallelize_sequence": "flexla_dist.parallel",
+    "sequence_context": "flexla_dist.parallel",
+    "sequence_loss": "flexla_dist.parallel",
+    "shard_sequence": "flexla_dist.parallel",
+    "unshard_sequence": "flexla_dist.parallel",
+}
+
+__all__ = [
+    "LinearAttentionOp",
+    "LinearAttentionSpec",
+    "LogScaled",
+    "SequenceParallelLA",
+    "__version__",
+    "compile",
+    "parallelize_sequence",
+    "sequence_context",
+    "sequence_loss",
+    "shard_sequence",
+    "unshard_sequence",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import flexla_dist
 from flexla_dist.layers.convolution import ShortConvolution
 from flexla_dist.layers.exchange import (
     DecodeExchange,
@@ -20,6 +18,7 @@ from flexla_dist.layers.exchange import (
 )
 from flexla_dist.layers.gates import StepDecay, accurate
 from flexla_dist.layers.recipes import RECIPES
+from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.variants import get_variant
 
@@ -61,15 +60,15 @@ class LayerConfig:
 
 
 @cache
-def variant_op(spec_name: str) -> Any:
+def variant_op(spec_name: str) -> LinearAttentionOp:
     """The compiled operator of one of the package's specs; layers of a variant share it."""
-    return flexla_dist.compile(get_variant(spec_name))
+    return compile(get_variant(spec_name))
 
 
 class LinearAttentionLayer(nn.Module):
     """Projections, short convolution, gates, linear attention, gated norm, output projection.
 
-    `op` is the compiled operator. `forward` asks its `exchange` for everything that lies before its
+    `forward` asks its `exchange` for everything that lies before its
     tokens (see `SequenceExchange`), so the same code runs on a whole sequence, on one rank's shard
     of it, and one token at a time.
     """
@@ -78,7 +77,6 @@ class LinearAttentionLayer(nn.Module):
         super().__init__()
         self.config = config
         self.recipe = RECIPES[config.variant]
-        self.op = variant_op(self.recipe.spec)
         qk_channels = 0 if self.recipe.forget_inputs else config.heads * config.key_dim
         v_channels = config.num_value_heads * config.value_dim
         self.splits = [qk_channels, qk_channels, v_channels]
@@ -99,6 +97,11 @@ class LinearAttentionLayer(nn.Module):
         self.gate = nn.Linear(config.width, v_channels, bias=False)
         self.norm = nn.RMSNorm(config.value_dim, eps=config.norm_eps)
         self.out = nn.Linear(v_channels, config.width, bias=False)
+
+    @property
+    def op(self) -> LinearAttentionOp:
+        """The compiled operator; layers of a variant share it, and copies of a layer too."""
+        return variant_op(self.recipe.spec)
 
     def forward(
         self,
@@ -125,7 +128,7 @@ class LinearAttentionLayer(nn.Module):
         inputs, scalars = self.operator_inputs(x, q, k, v), self.operator_scalars()
         o = exchange.attend(self.op, inputs, self.operator_params(), scalars)
         gate = self.gate(x).unflatten(-1, (-1, self.config.value_dim))
-        o = self.norm(o.to(gate.dtype)) * F.silu(gate)
+        o = self.norm(accurate(o)) * F.silu(gate)
         return self.out(o.flatten(-2))
 
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:

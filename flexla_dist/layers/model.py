@@ -108,10 +108,11 @@ class LinearAttentionModel(nn.Module):
 
     def reset_parameters(self) -> None:
         """Linear weights of variance 1/inputs, those that write to the residual stream smaller with
-        depth. The embedding, which is the output layer too, is small: else every token would at
-        first predict itself."""
+        depth. Embeddings have length one: times sqrt(width) they enter the stream at the size of
+        what the blocks add, and a small last norm keeps the first guesses near uniform."""
         residual = 1.0 / math.sqrt(2 * self.config.layers)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.embedding.weight, std=self.config.width**-0.5)
+        nn.init.constant_(self.norm.weight, 0.25)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 scale = residual if name.endswith((".out", ".down")) else 1.0
@@ -121,7 +122,7 @@ class LinearAttentionModel(nn.Module):
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits. cu_seqlens: document starts [N+1] where tokens [1, T] are packed documents."""
-        x = self.embedding(tokens)
+        x = self._embed(tokens)
         for block in self.blocks:
             if self.checkpoint_activations and self.training:
                 x = checkpoint(block, x, cu_seqlens, use_reentrant=False)
@@ -135,11 +136,14 @@ class LinearAttentionModel(nn.Module):
 
     def step(self, tokens: Tensor, cache: list[LayerCache]) -> Tensor:
         """Logits of the next tokens [B, T], T >= 1, of the sequence in `cache`; updates it."""
-        x = self.embedding(tokens)
+        x = self._embed(tokens)
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             assert isinstance(block, Block)
             x = block.step(x, layer_cache)
         return self._logits(x)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens) * self.config.width**0.5
 
     def _logits(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.embedding.weight)

@@ -135,7 +135,7 @@ class Sampler:
 
     def _batch(self, windows: list[int]) -> Batch:
         rows = torch.stack([self._row(window) for window in windows])
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        tokens, labels = rows[:, :-1].clone(), rows[:, 1:].clone()
         if not self.packed:
             return Batch(tokens, labels)
         if len(windows) != 1:

@@ -81,7 +81,7 @@ def alone(folder: Path) -> list[dict[str, float]]:
 
 def test_it_learns(alone: list[dict[str, float]]) -> None:
     losses = [row["loss"] for row in alone if "loss" in row]
-    assert len(losses) == STEPS and losses[0] > 5.0 and losses[-1] < 3.5
+    assert len(losses) == STEPS and losses[0] > 5.0 and losses[-1] < 4.0
     assert [row["step"] for row in alone if "held_out_bits_per_byte" in row] == [STEPS]
 
 

@@ -1,5 +1,7 @@
 """Layers and model: every variant alone, packed, decoded, in grouped heads."""
 
+import copy
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 
@@ -130,9 +132,9 @@ def test_recomputation_changes_nothing() -> None:
 def test_model_starts_near_a_uniform_guess() -> None:
     torch.manual_seed(0)
     model = LinearAttentionModel(TINY)
-    tokens = torch.randint(256, (2, 64))
-    loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    assert abs(float(loss) - 5.545) < 0.5
+    tokens, others = torch.randint(256, (2, 2, 64))
+    loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), others.flatten())
+    assert abs(float(loss.detach()) - 5.545) < 0.3
 
 
 def test_model_step_equals_forward_and_generation_is_repeatable() -> None:
@@ -158,3 +160,12 @@ def test_empty_prompt_is_refused() -> None:
 def test_state_dict_names_are_plain() -> None:
     names = set(LinearAttentionModel(TINY).state_dict())
     assert {"embedding.weight", "blocks.0.attn.qkv.weight", "blocks.1.attn.decay.A_log"} <= names
+
+
+def test_models_can_be_copied_and_pickled() -> None:
+    torch.manual_seed(0)
+    model = LinearAttentionModel(TINY)
+    tokens = torch.randint(256, (1, 9))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(tokens), model(tokens))
+        assert other.blocks[0].attn.qkv.weight is not model.blocks[0].attn.qkv.weight

@@ -85,6 +85,7 @@ def test_packed_rows_mark_documents_and_hide_their_last_label() -> None:
     first = rows[0]
     assert first.cu_seqlens is not None and first.cu_seqlens.tolist() == [0, 5, 8]
     assert first.labels[0].tolist() == [1, 2, 3, 4, IGNORED_LABEL, 6, 7, 8]
+    assert first.tokens[0].tolist() == list(range(8))
     at_start = rows[16]
     assert at_start.cu_seqlens is not None and at_start.cu_seqlens.tolist() == [0, 4, 8]
     inside = rows[24]
@@ -105,6 +106,7 @@ def test_evaluation_is_spread_and_padded_with_ignored_labels() -> None:
     sampler = Sampler(counting(), CONFIG, seed=0)
     batch = sampler.spread(3, range(4))
     assert batch.tokens[:3, 0].tolist() == [0, 8, 24]
+    assert (sampler.spread(3, [3]).tokens >= 0).all()
     assert (batch.labels[3] == IGNORED_LABEL).all() and (batch.labels[:3] >= 0).all()
 
 
