@@ -8,11 +8,13 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 usage: launch/test.sh [PYTEST ARGUMENTS]
 
 Makes .venv where it is missing, checks formatting, lint and types, and runs the tests.
-Arguments go to pytest:
+Arguments go to pytest, which runs twice: tests/interpret in Triton's interpreter, whose switch is read
+once in a process, and all the others.
 
   launch/test.sh                         everything but the larger grids
   launch/test.sh --long                  those too
   launch/test.sh tests/unit -k spec      some of them
+  launch/test.sh tests/interpret         the interpreter's
 TEXT
     exit 0
 fi
@@ -31,4 +33,32 @@ step() {
 step "formatting" .venv/bin/ruff format --check --quiet .
 step "lint" .venv/bin/ruff check --quiet .
 step "types" .venv/bin/mypy
-step "tests" .venv/bin/python -m pytest "$@"
+# Paths go to the run that they belong to, options to both. A run whose paths are not asked for is
+# left out. Exit status 5 says that -k or -m left nothing of a run.
+options=() compiled=() interpreted=()
+for word in "$@"; do
+    if [[ $word == tests || $word == tests/ ]]; then
+        continue
+    elif [[ $word == tests/interpret* ]]; then
+        interpreted+=("$word")
+    elif [ -e "${word%%::*}" ]; then
+        compiled+=("$word")
+    else
+        options+=("$word")
+    fi
+done
+if [ ${#compiled[@]} -eq 0 ] && [ ${#interpreted[@]} -eq 0 ]; then
+    compiled=(tests) interpreted=(tests/interpret)
+fi
+
+pytest_run() {
+    .venv/bin/python -m pytest "$@" || { local status=$?; [ $status -eq 5 ] || return $status; }
+}
+
+if [ ${#compiled[@]} -gt 0 ]; then
+    step "tests" pytest_run --ignore tests/interpret ${options[@]+"${options[@]}"} "${compiled[@]}"
+fi
+if [ ${#interpreted[@]} -gt 0 ]; then
+    export TRITON_INTERPRET=1
+    step "tests in the interpreter" pytest_run ${options[@]+"${options[@]}"} "${interpreted[@]}"
+fi

@@ -1,0 +1,1 @@
+"""From a stage graph to the source of a Triton kernel."""
