@@ -1,13 +1,14 @@
 """A compiled operator as one node of PyTorch's autograd, on one device.
 
-Contract: saves the inputs and a few entry states, never chunk-local values; backward is the derived one of the
-executor. Gradients come back in the dtype of what they belong to. Double backward is refused by name.
+Contract: saves the inputs and a few entry states, never chunk-local values; backward is the
+derived one of the executor. Gradients come back in the dtype of what they belong to. Double
+backward is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +75,6 @@ class Call:
 def _with_tensors(
     problem: Problem, inputs: dict[str, Tensor], params: dict[str, Tensor]
 ) -> Problem:
-    from dataclasses import replace
-
     return replace(problem, inputs=inputs, params=params)
 
 
@@ -83,8 +82,9 @@ def refuse_double_backward(name: str) -> None:
     """Raise if the backward pass itself is being differentiated (create_graph=True)."""
     if torch.is_grad_enabled():
         raise DoubleBackwardError(
-            f"{name}: a second derivative was asked for (create_graph=True), but only first derivatives "
-            "are derived; differentiate flexla_dist.spec.oracle.run_recurrence twice instead"
+            f"{name}: a second derivative was asked for (create_graph=True), but only first "
+            "derivatives are derived; differentiate flexla_dist.spec.oracle.run_recurrence twice "
+            "instead"
         )
 
 

@@ -1,8 +1,9 @@
 """`compile(check=True)`: does a spec mean the same at every chunk size?
 
-Contract: runs the spec in float64 on seeded random data with chunks of 1, 5 and 64 tokens and compares. The
-three callables describe one recurrence only if all agree; otherwise CheckError names the stage at fault: states
-that differ point to `decay_mode`, outputs that differ while the states agree to `merge_mode`.
+Contract: runs the spec in float64 on seeded random data with chunks of 1, 5 and 64 tokens and
+compares. The three callables describe one recurrence only if all agree; otherwise CheckError
+names the stage at fault: states that differ point to `decay_mode`, outputs that differ while the
+states agree to `merge_mode`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexla_dist.compiler.executor.problem import bind
+from flexla_dist.compiler.executor.bind import bind
 from flexla_dist.compiler.trace.stages import LOG_SCALE
 from flexla_dist.errors import CheckError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
@@ -39,20 +40,23 @@ def check_spec(op: LinearAttentionOp) -> None:
     for size in CHUNK_SIZES[1:]:
         names = ("output", *spec.state_dims)
         errors = {
-            name: _relative(a, b) for name, a, b in zip(names, results[size], reference, strict=True)
+            name: _relative(a, b)
+            for name, a, b in zip(names, results[size], reference, strict=True)
         }
         wrong = [name for name in spec.state_dims if not errors[name] <= TOLERANCE]
         if wrong:
             raise CheckError(
                 f"{spec.name}.decay_mode: the state {wrong[0]!r} after {TOKENS} tokens differs by "
-                f"{errors[wrong[0]]:.2g} (relative) between chunks of {size} and of 1; decay_mode, or the "
-                "values of chunk_mode that it reads, do not describe one recurrence"
+                f"{errors[wrong[0]]:.2g} (relative) between chunks of {size} and of 1; "
+                "decay_mode, or the values of chunk_mode that it reads, do not describe one "
+                "recurrence"
             )
         if not errors["output"] <= TOLERANCE:
             raise CheckError(
-                f"{spec.name}.merge_mode: the output differs by {errors['output']:.2g} (relative) between "
-                f"chunks of {size} and of 1 while the states agree; merge_mode, or the values of "
-                "chunk_mode that it reads, treat the tokens of a chunk differently from its past"
+                f"{spec.name}.merge_mode: the output differs by {errors['output']:.2g} "
+                f"(relative) between chunks of {size} and of 1 while the states agree; "
+                "merge_mode, or the values of chunk_mode that it reads, treat the tokens of a "
+                "chunk differently from its past"
             )
 
 

@@ -1,8 +1,8 @@
 """A compiled spec as a callable operator.
 
-Contract: `compile(spec)` returns a `LinearAttentionOp`; calling it runs forward, and backward through
-autograd, on the executor asked for. Nothing falls back: an executor that cannot run is an error, and
-`last_plan` says what ran.
+Contract: `compile(spec)` returns a `LinearAttentionOp`; calling it runs forward, and backward
+through autograd, on the executor asked for. Nothing falls back: an executor that cannot run is an
+error, and `last_plan` says what ran.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from flexla_dist.compiler.executor.problem import FLOAT_TYPES, Problem, bind
+from flexla_dist.compiler.executor.bind import bind
+from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.torch_executor import TorchExecutor
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
 from flexla_dist.errors import ArgumentError, ArgumentTypeError, ExecutorError
@@ -80,7 +80,7 @@ class LinearAttentionOp:
         scalars: Mapping[str, float] | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
     ) -> Problem:
-        """Check arguments and describe the call; see `flexla_dist.compiler.executor.problem.bind`."""
+        """Check arguments and describe the call; see `flexla_dist.compiler.executor.bind.bind`."""
         return bind(self.spec, inputs, params or {}, scalars or {}, cu_seqlens, self.chunk_size)
 
     def __call__(
@@ -95,16 +95,17 @@ class LinearAttentionOp:
         """Run the operator.
 
         Args:
-            initial_state: [N, HV, *dims] a state, a tuple in declared order for several (log-scaled specs
-                have m [N, HV] last); None is zeros.
+            initial_state: [N, HV, *dims] a state, a tuple in declared order for several (log-scaled
+                specs have m [N, HV] last); None is zeros.
             output_final_state: also return the states after each document.
             cu_seqlens: [N + 1] offsets of documents packed along T; needs B = 1.
             executor: name of the executor of this call.
-            arguments: the inputs [B, T, H, ...], parameters [HV, ...] and scalars of the spec by name.
+            arguments: the inputs [B, T, H, ...], parameters [HV, ...] and scalars of the spec, by
+                name.
 
         Returns:
-            Output [B, T, HV, ...] and the final state (None unless asked for), float32, or float64
-            for float64 inputs.
+            Output [B, T, HV, ...] in the dtype of the input that shares its last dim (v), and the
+            final state (None unless asked for), float32, or float64 with float64 arguments.
 
         Raises:
             ArgumentError, ArgumentTypeError: names, shapes, heads, dtypes or offsets do not fit.
@@ -166,9 +167,7 @@ class LinearAttentionOp:
         return inputs, params, scalars
 
 
-def run_local(
-    executor: Executor, problem: Problem, initial: State | None
-) -> tuple[Tensor, State]:
+def run_local(executor: Executor, problem: Problem, initial: State | None) -> tuple[Tensor, State]:
     """Run a problem through autograd on one device; returns output and exit state."""
     entry = problem.entry_state(initial)
     call = Call.of(problem)
@@ -196,24 +195,24 @@ def compile(
         executor: default executor; None chooses by device.
         chunk_size: tokens of a chunk, a power of two; None lets the executor choose.
         strict: turn numerics warnings (an exponential that may overflow) into errors.
-        check: also run the spec on random data with C = 1, 5 and 64 and name the stage that differs.
+        check: also run the spec on random data with C = 1, 5 and 64 and name the stage that
+            differs.
 
     Raises:
         TraceError and its kinds: a callable breaks a rule; message with stage, line and fix.
         CheckError: `check=True` found a stage that depends on the chunk size.
     """
     if not isinstance(spec, LinearAttentionSpec):
-        raise ArgumentTypeError(
-            f"compile takes a LinearAttentionSpec, got {type(spec).__name__}"
-        )
-    if chunk_size is not None and (chunk_size < 1 or chunk_size & (chunk_size - 1)):
-        raise ArgumentError(f"chunk_size must be a power of two, got {chunk_size}")
+        raise ArgumentTypeError(f"compile takes a LinearAttentionSpec, got {type(spec).__name__}")
+    if chunk_size is not None and not _is_power_of_two(chunk_size):
+        raise ArgumentError(f"chunk_size must be a power of two, got {chunk_size!r}")
     op = LinearAttentionOp(compile_graphs(spec, strict=strict), executor, chunk_size)
     if check:
         check_spec(op)
     return op
 
 
-def is_float(x: Tensor) -> bool:
-    """True for a dtype that operators take."""
-    return x.dtype in FLOAT_TYPES and isinstance(x, torch.Tensor)
+def _is_power_of_two(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int):
+        return False
+    return value > 0 and value & (value - 1) == 0
