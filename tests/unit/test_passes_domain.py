@@ -14,7 +14,8 @@ from flexla_dist.compiler.passes.domain import refuse_inverses
 from flexla_dist.compiler.pipeline import compile_graphs
 from flexla_dist.errors import TraceError
 from flexla_dist.spec import functional as F
-from tests.unit.cells import cell_of, data, names, rewritten, run, spec_of
+
+from .cells import cell_of, data, names, rewritten, run, spec_of
 
 Expression = Callable[[Any, Any], Any]
 BARE = {"exp", "where", "inverse", "total", "tri_mask"}
@@ -411,6 +412,19 @@ def test_a_sum_of_products_is_a_matrix_product() -> None:
     assert "unsqueeze" not in found
     found = check(lambda x, p: (x.k[:, :, None] * x.v[:, None, :]).sum(0), "matmul")
     assert "unsqueeze" not in found
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        lambda x, p: torch.diag(x.beta) @ x.v,
+        lambda x, p: (torch.eye(x.q.shape[0]) * x.g.exp()[None, :]) @ x.v,
+        lambda x, p: x.v.T @ torch.diag(x.beta * p.scale),
+        lambda x, p: -torch.eye(x.q.shape[0]) @ x.v,
+    ],
+)
+def test_a_diagonal_matrix_scales(expression: Expression) -> None:
+    check(expression, "mul", {"matmul", "eye"})
 
 
 # -- triangular inverse ---------------------------------------------------------------------------

@@ -9,6 +9,8 @@ domain operators are exact and small.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from flexla_dist.compiler.forms import Bound, Form, View, form, plus, strip, view, whole
@@ -160,6 +162,36 @@ def _factored_scan(b: Builder, m: Match) -> Operand | None:
     return None
 
 
+# -- diagonal matrices ----------------------------------------------------------------------------
+
+
+def _diagonal(x: fx.Node) -> Product | None:
+    """Factors of the diagonal of a matrix that is the identity times them."""
+    product = factor(whole(x))
+    eyes = [item for item in product.plain if item[0].node.target is ops.eye and item[1] == 1]
+    if len(eyes) != 1 or product.bounds:
+        return None
+    product.plain.remove(eyes[0])
+    axes = [v.axes for v, _ in product.plain] + [e.axes for e in product.exps]
+    if {0, 1} in axes:
+        return None
+    product.plain = [(v.moved({1: 0}), power) for v, power in product.plain]
+    product.exps = [replace(e, view=e.view.moved({1: 0})) for e in product.exps]
+    return product
+
+
+def _times_diagonal(b: Builder, m: Match) -> Operand | None:
+    """A product with a diagonal matrix scales rows or columns."""
+    for x, other, axes in ((m["x"], m["y"], (0, 1)), (m["y"], m["x"], (1, 0))):
+        diagonal = _diagonal(x)
+        if diagonal is None:
+            continue
+        emit = Emitter(b, dims_of(x))
+        scale = emit.product(diagonal.plain, diagonal.exps, axes, diagonal.coefficient)
+        return other if scale is None else b.emit(ops.mul, other, scale)
+    return None
+
+
 # -- triangular inverses --------------------------------------------------------------------------
 
 
@@ -230,6 +262,7 @@ RULES: tuple[Rule, ...] = (
     Rule("masked exponent", call(ops.exp, X, name="outer"), _masked_exponent),
     Rule("sum of products", call(ops.total, X, name="outer"), _sum),
     Rule("factored scan", call(ops.mul, X, Y, name="outer"), _factored_scan),
+    Rule("times a diagonal matrix", call(ops.matmul, X, Y), _times_diagonal),
     Rule("unit triangular inverse", call(ops.inverse, X), _inverse),
     Rule(
         "inverse of a triangle",
