@@ -1,8 +1,9 @@
 """Reverse-mode differentiation of a graph, as more nodes of the same graph.
 
-Contract: `differentiate` appends the vector-Jacobian product of the graph that ends in `seeds` and returns
-gradients of the wanted nodes, each with exactly its node's dims; None where nothing flows. The result is
-again a graph of operators, so that every executor that runs a forward graph runs its backward.
+Contract: `differentiate` appends the vector-Jacobian product of the graph that ends in `seeds`
+and returns gradients of the wanted nodes, each with exactly its node's dims; None where nothing
+flows. The result is again a graph of operators, so that every executor that runs a forward graph
+runs its backward.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ def differentiate(
 def _depends_on(order: list[fx.Node], wanted: list[fx.Node]) -> set[fx.Node]:
     reached = set(wanted)
     for node in order:
-        if node.op == "call_function" and node.target not in CONSTANT:
-            if any(isinstance(x, fx.Node) and x in reached for x in node.args):
-                reached.add(node)
+        passes = node.op == "call_function" and node.target not in CONSTANT
+        if passes and any(isinstance(x, fx.Node) and x in reached for x in node.args):
+            reached.add(node)
     return reached
 
 

@@ -1,9 +1,10 @@
 """Cuts a cell into programs by when their arguments become known.
 
-Contract: arguments have levels: 0 what the call gives, 1 the states entering each chunk (known after the
-forward scan), 2 the gradients of the states leaving it (known after the reversed scan). A node belongs to the
-first level at which it can be computed. `partition` returns one program a level; values that a later level
-needs travel as named arguments. Views and constants are made again instead of travelling.
+Contract: arguments have levels: 0 what the call gives, 1 the states entering each chunk (known
+after the forward scan), 2 the gradients of the states leaving it (known after the reversed scan).
+A node belongs to the first level at which it can be computed. `partition` returns one program a
+level; values that a later level needs travel as named arguments. Views and constants are made
+again instead of travelling.
 """
 
 from __future__ import annotations
@@ -75,9 +76,7 @@ class _Partitioner:
                 results[self.level[node]].setdefault(f"value_{node.name}", node)
         return programs
 
-    def _program(
-        self, level: int, results: Mapping[str, fx.Node]
-    ) -> tuple[Program, list[fx.Node]]:
+    def _program(self, level: int, results: Mapping[str, fx.Node]) -> tuple[Program, list[fx.Node]]:
         body, arguments = self._collect(level, list(results.values()))
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -93,9 +92,7 @@ class _Partitioner:
         missing = [node for node in arguments if node.op == "call_function"]
         return Program(module, tuple(names), tuple(results)), missing
 
-    def _collect(
-        self, level: int, roots: list[fx.Node]
-    ) -> tuple[set[fx.Node], list[fx.Node]]:
+    def _collect(self, level: int, roots: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
         body: set[fx.Node] = set()
         arguments: dict[fx.Node, None] = {}
         stack = list(roots)

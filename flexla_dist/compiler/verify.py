@@ -1,8 +1,9 @@
 """Checks that a cell is well formed; runs after tracing and after every pass.
 
-Contract: `verify_cell` raises VerifyError, a fault of the package and never of the user, naming the pass,
-the node and the rule broken. Rules: only known operators; operands defined before use; dims as the operator's
-rule says; masks only where masks belong; named results with the declared dims.
+Contract: `verify_cell` raises VerifyError, a fault of the package and never of the user, naming
+the pass, the node and the rule broken. Rules: only known operators; operands defined before use;
+dims as the operator's rule says; masks only where masks belong; named results with the declared
+dims.
 """
 
 from __future__ import annotations
