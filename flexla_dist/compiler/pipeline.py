@@ -8,8 +8,8 @@
     6. differentiate  the adjoint element and the gradients, from the same graph
     7. partition      programs by what is known when
 
-Contract: `compile_graphs` is a pure function of the spec; every intermediate form is kept in `stages`, in
-order, and prints. Steps 6 and 7 are made when first asked for.
+Contract: `compile_graphs` is a pure function of the spec; every intermediate form is kept in
+`stages`, in order, and prints. Steps 6 and 7 are made when first asked for.
 """
 
 from __future__ import annotations
@@ -94,6 +94,19 @@ class Graphs:
         passes = BACKWARD_PASSES if padded else (*UNPADDED_PASSES, *BACKWARD_PASSES)
         return run_passes(cell, passes, [])
 
+    @functools.cached_property
+    def kernel_forward(self) -> Cell:
+        """Graph of the forward kernels: `output` and `next_<s>`, padding selected in."""
+        names = ["output", *(f"next_{name}" for name in self.spec.state_dims)]
+        return _restrict(self.cell, names)
+
+    @functools.cached_property
+    def kernel_backward(self) -> Cell:
+        """Graph of the backward kernels: `next_<s>`, `prev_<s>` (the gradient of the entering state)
+        and `grad_<name>`."""
+        cell = _kernel_backward_cell(self.spec, self.cell)
+        return run_passes(cell, BACKWARD_PASSES, [])
+
     @functools.cache  # noqa: B019
     def programs(self, direction: str, padded: bool) -> dict[int, Program]:
         """Programs by level of `forward`, `backward`, `summary` (elements only) or
@@ -167,4 +180,30 @@ def _backward_cell(spec: LinearAttentionSpec, cell: Cell) -> Cell:
     for name, node in forward.items():
         if name.startswith(("local_", "decay_", "matrix_", "log_decay", "log_weight")):
             results[name] = node  # type: ignore[assignment]
+    return builder.finish(results)
+
+
+def _kernel_backward_cell(spec: LinearAttentionSpec, cell: Cell) -> Cell:
+    """Gradients of states, inputs and parameters from the gradients of output and next states."""
+    builder = Builder()
+    forward = cell.copy_into(builder)
+    output: fx.Node = forward["output"]  # type: ignore[assignment]
+    seeds = [(output, builder.placeholder(GRAD_OUTPUT, spec.output_dims, "grad_output"))]
+    results: dict[str, fx.Node] = {}
+    wanted: dict[str, fx.Node] = {}
+    for name, dims in spec.state_dims.items():
+        following: fx.Node = forward[f"next_{name}"]  # type: ignore[assignment]
+        results[f"next_{name}"] = following
+        seeds.append((following, builder.placeholder(f"grad_next_{name}", dims, "grad_next")))
+        wanted[f"prev_{name}"] = builder.placeholder(state_argument(name), dims, "state")
+    for node in list(builder.placeholders.values()):
+        if node.meta["role"] in _DIFFERENTIABLE:
+            wanted[f"grad_{node.meta['key']}"] = node
+    found = differentiate(builder, seeds, wanted.values())
+    for name, node in wanted.items():
+        gradient = found[node]
+        if gradient is not None:
+            results[name] = gradient
+        elif name.startswith("prev_"):
+            results[name] = builder.expand(0.0, node.meta["dims"])
     return builder.finish(results)

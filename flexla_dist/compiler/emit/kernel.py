@@ -1,0 +1,408 @@
+"""One kernel of a schedule as Triton source.
+
+Contract: `emit_kernel` returns the function's text, the order of its arguments and the device functions that it
+uses. The text depends only on the graph and on which dims are uneven; sizes, tiles, heads and the dot policy
+are constexpr arguments, T and the number of chunks are run-time numbers. Memory layout: inputs and outputs
+[B, T, heads, ...]; states and values between kernels [chunks, HV, ...], chunk by chunk in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from flexla_dist.compiler.emit import device
+from flexla_dist.compiler.emit.expressions import Expressions, value_name
+from flexla_dist.compiler.emit.tiles import Tile, along, index_name
+from flexla_dist.compiler.emit.writer import Writer
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.passes.padding import is_valid_mask
+from flexla_dist.compiler.schedule import Kernel, Schedule, buffer_name
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
+from flexla_dist.spec.spec import LinearAttentionSpec
+
+RESERVED = (
+    *device.__all__,
+    *("tl", "triton", "unit", "head", "tile", "rows", "chunk", "lane", "first", "start", "length"),
+    *("document", "first_chunk", "count", "first_token", "tokens", "step", "at"),
+    *("T", "HV", "MODE", "PACKED", "num_tiles", "num_chunks", "num_tokens", "chunks_per_lane"),
+    *("chunk_start", "chunk_length", "document_chunk", "document_start", "float"),
+)
+TOKEN_ROLES = frozenset({"input", "log_decay", "grad_output"})
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Source of one kernel and what a launch must pass.
+
+    `pointers` and `numbers` are run-time arguments in order, `constants` the names of constexprs.
+    `sliced` names stores that hold one partial sum a column tile.
+    """
+
+    name: str
+    source: str
+    pointers: tuple[str, ...]
+    numbers: tuple[str, ...]
+    constants: tuple[str, ...]
+    helpers: frozenset[str]
+    sliced: frozenset[str]
+
+
+class _Emitter:
+    def __init__(
+        self, spec: LinearAttentionSpec, schedule: Schedule, kernel: Kernel, uneven: frozenset[str]
+    ):
+        self.spec, self.schedule, self.kernel = spec, schedule, kernel
+        names = (*spec.inputs, *spec.params, *spec.scalars)
+        self.writer = Writer((*RESERVED, *spec.scalars, *(f"{n}_ptr" for n in names)))
+        self.expressions = Expressions(self.writer, uneven, spec.name)
+        self.uneven = uneven
+        self.pointers: dict[str, None] = {}
+        self.numbers: dict[str, None] = {}
+        self.constants: dict[str, None] = {}
+        self.sliced: set[str] = set()
+        self.partial: dict[fx.Node, bool] = {}
+        self.dims = self._all_dims()
+        self.column = schedule.column
+        self.loop = kernel.kind != "chunk"
+
+    # -- facts --------------------------------------------------------------------------------
+
+    def _all_dims(self) -> list[str]:
+        found: dict[str, None] = {}
+        nodes = (*self.kernel.loads, *self.kernel.body, *self.kernel.carried)
+        for node in nodes:
+            for dim in node.meta["dims"]:
+                if dim != UNIT_DIM:
+                    found[dim] = None
+        return list(found)
+
+    def _note_partial(self) -> None:
+        """A value without columns that sums over them is partial when columns are tiled."""
+        for node in self.kernel.loads:
+            self.partial[node] = bool(node.meta.get("partial"))
+        for node in self.kernel.body:
+            operands = [x for x in node.args if isinstance(x, fx.Node)]
+            summed = any(self.column in x.meta["dims"] for x in operands)
+            inherited = any(self.partial.get(x, False) for x in operands)
+            missing = self.column not in node.meta["dims"]
+            self.partial[node] = missing and (summed or inherited)
+            node.meta["partial"] = self.partial[node]
+
+    # -- the text -----------------------------------------------------------------------------
+
+    def run(self) -> Emitted:
+        self._note_partial()
+        body = self._body_text()
+        name = f"{self.spec.name}_{self.kernel.name}"
+        pointers, numbers = tuple(self.pointers), tuple(self.numbers)
+        constants = tuple(self.constants)
+        head = Writer()
+        fixed = ", ".join(repr(n) for n in numbers)
+        head.line(f"@triton.jit(do_not_specialize=[{fixed}])")
+        with head.block(f"def {name}("):
+            for argument in (*pointers, *numbers):
+                head.line(f"{argument},")
+            for argument in constants:
+                head.line(f"{argument}: tl.constexpr,")
+        head.line("):")
+        source = head.text() + body
+        return Emitted(
+            name,
+            source,
+            pointers,
+            numbers,
+            constants,
+            frozenset(self.expressions.used_helpers),
+            frozenset(self.sliced),
+        )
+
+    def _body_text(self) -> str:
+        w = self.writer
+        with w.indent():
+            w.line(f'"""{self._describe()}"""')
+            self._positions()
+            if self.loop:
+                self._loop_text()
+            else:
+                self._chunk_position()
+                self._load_all(self.kernel.loads)
+                self._compute()
+                self._store_results()
+        return w.text()
+
+    def _describe(self) -> str:
+        kinds = {
+            "chunk": "One program computes one chunk of one head (and column tile).",
+            "scan": "One program carries the state through the chunks of one document and head.",
+            "reverse": "One program carries the state's gradient back through the chunks.",
+        }
+        return kinds[self.kernel.kind]
+
+    def _constant(self, name: str) -> str:
+        self.constants[name] = None
+        return name
+
+    def _pointer(self, name: str) -> str:
+        self.pointers[name] = None
+        return name
+
+    def _number(self, name: str) -> str:
+        self.numbers[name] = None
+        return name
+
+    def _positions(self) -> None:
+        w = self.writer
+        for name in ("HV", "MODE", "PACKED", "num_tiles"):
+            self._constant(name)
+        self._number("T")
+        self._number("chunks_per_lane")
+        w.line("unit = tl.program_id(0).to(tl.int64)")
+        w.line("head = tl.program_id(1).to(tl.int64)")
+        w.line("tile = unit % num_tiles")
+        w.line("unit = unit // num_tiles")
+        self._constant("tile_C")
+        w.line("rows = tl.arange(0, tile_C)")
+        for dim in self.dims:
+            if dim == TOKEN_DIM:
+                continue
+            self._constant(f"size_{dim}")
+            self._constant(f"tile_{dim}")
+            base = f"tile * tile_{dim} + " if dim == self.column else ""
+            w.line(f"{index_name(dim)} = {base}tl.arange(0, tile_{dim})")
+
+    def _chunk_position(self) -> None:
+        w = self.writer
+        w.line("chunk = unit")
+        with w.block("if PACKED:"):
+            w.line(f"start = tl.load({self._pointer('chunk_start')} + chunk).to(tl.int64)")
+            w.line(f"length = tl.load({self._pointer('chunk_length')} + chunk).to(tl.int32)")
+        with w.block("else:"):
+            w.line("lane = chunk // chunks_per_lane")
+            w.line("first = (chunk % chunks_per_lane) * tile_C")
+            w.line("start = lane * T + first")
+            w.line("length = tl.minimum(T - first, tile_C).to(tl.int32)")
+
+    def _loop_text(self) -> None:
+        w = self.writer
+        w.line("document = unit")
+        with w.block("if PACKED:"):
+            first = self._pointer("document_chunk")
+            w.line(f"first_chunk = tl.load({first} + document).to(tl.int64)")
+            w.line(f"count = tl.load({first} + document + 1).to(tl.int64) - first_chunk")
+            offsets = self._pointer("document_start")
+            w.line(f"first_token = tl.load({offsets} + document).to(tl.int64)")
+            w.line(f"tokens = tl.load({offsets} + document + 1).to(tl.int64) - first_token")
+        with w.block("else:"):
+            w.line("first_chunk = document * chunks_per_lane")
+            w.line("count = chunks_per_lane.to(tl.int64)")
+            w.line("first_token = document * T")
+            w.line("tokens = T.to(tl.int64)")
+        outside = [n for n in self.kernel.loads if self._is_fixed(n)]
+        self._load_all(outside)
+        for node in self.kernel.carried:
+            self._load_carried(node)
+        with w.block("for step in range(0, count):"):
+            at = "step" if self.kernel.kind == "scan" else "count - 1 - step"
+            w.line(f"at = {at}")
+            w.line("chunk = first_chunk + at")
+            w.line("start = first_token + at * tile_C")
+            w.line("length = tl.minimum(tokens - at * tile_C, tile_C).to(tl.int32)")
+            for node in self.kernel.carried:
+                self._store_state(node)
+            self._load_all([n for n in self.kernel.loads if not self._is_fixed(n)])
+            self._compute()
+            for node, following in self.kernel.carried.items():
+                carried = self.expressions.tile(node).name
+                w.line(f"{carried} = {self.expressions.wide(following)}")
+        for node in self.kernel.carried:
+            self._store_exit(node)
+
+    def _is_fixed(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and node.meta["role"] in ("param", "scalar", "sizes")
+
+    # -- loads --------------------------------------------------------------------------------
+
+    def _load_all(self, nodes: tuple[fx.Node, ...] | list[fx.Node]) -> None:
+        for node in nodes:
+            self._load(node)
+
+    def _load(self, node: fx.Node) -> None:
+        role = node.meta["role"] if node.op == "placeholder" else "value"
+        if role in ("sizes", "valid"):
+            if role == "valid":
+                name = self.writer.assign("valid", "rows < length")
+                self.expressions.tiles[node] = Tile(name, node.meta["dims"])
+            return
+        if role == "scalar":
+            self._number(node.meta["key"])
+            self.expressions.tiles[node] = Tile(node.meta["key"], ())
+            return
+        name = node.meta["key"] if node.op == "placeholder" else buffer_name(node)
+        address, mask = self._address(node, name, role)
+        guard = f", mask={mask}, other=0.0" if mask else ""
+        text = f"tl.load({address}{guard})"
+        label = value_name(node)
+        var = self.writer.assign(label if role != "value" else label, text)
+        zero = frozenset(node.meta["dims"]) & self.uneven
+        self.expressions.tiles[node] = Tile(var, node.meta["dims"], False, zero)
+
+    def _address(self, node: fx.Node, name: str, role: str) -> tuple[str, str]:
+        dims: Dims = node.meta["dims"]
+        if role in TOKEN_ROLES:
+            return self._token_address(name, dims, self._heads_of(name, role))
+        if role == "param":
+            return self._block_address(self._pointer(f"{name}_ptr"), "head", dims)
+        if role == "value" and self.partial.get(node):
+            base = f"{self._pointer(f'{name}_ptr')} + tile * num_chunks * HV * {self._numel(dims)}"
+            self._number("num_chunks")
+            return self._block_address(base, "(chunk * HV + head)", dims)
+        return self._block_address(self._pointer(f"{name}_ptr"), "(chunk * HV + head)", dims)
+
+    def _heads_of(self, name: str, role: str) -> tuple[str, str]:
+        """Number of heads in memory and which one this program reads."""
+        if role == "grad_output" or self.spec.input_specs[name].group is None:
+            return "HV", "head"
+        heads = self._constant(f"heads_{self.spec.input_specs[name].group}")
+        return heads, f"(head // (HV // {heads}))"
+
+    def _token_address(self, name: str, dims: Dims, heads: tuple[str, str]) -> tuple[str, str]:
+        pointer = self._pointer(f"{name}_ptr")
+        count, head = heads
+        if len(dims) == 1:
+            return f"{pointer} + (start + rows) * {count} + {head}", "rows < length"
+        dim = dims[1]
+        if dim == UNIT_DIM:
+            return (
+                f"{pointer} + ((start + rows) * {count} + {head})[:, None]",
+                "(rows < length)[:, None]",
+            )
+        at = index_name(dim)
+        address = (
+            f"{pointer} + ((start + rows) * {count} + {head})[:, None] * size_{dim} + {at}[None, :]"
+        )
+        mask = "(rows < length)[:, None]"
+        if self._cut(dim):
+            mask += f" & ({at} < size_{dim})[None, :]"
+        return address, mask
+
+    def _cut(self, dim: str) -> bool:
+        return dim in self.uneven
+
+    def _numel(self, dims: Dims) -> str:
+        sizes = ["tile_C" if d == TOKEN_DIM else f"size_{d}" for d in dims if d != UNIT_DIM]
+        return " * ".join(sizes) or "1"
+
+    def _block_address(self, base: str, index: str, dims: Dims) -> tuple[str, str]:
+        """Address of a tile that lies in one piece at `index`."""
+        numel = self._numel(dims)
+        address = f"{base} + {index} * {numel}" if numel != "1" else f"{base} + {index}"
+        masks = []
+        rank = len(dims)
+        for axis, dim in enumerate(dims):
+            if dim == UNIT_DIM:
+                if rank == 2 and any(d != UNIT_DIM for d in dims):
+                    address += " + " + along("tl.arange(0, 1)", axis, rank)
+                continue
+            stride = self._numel(dims[axis + 1 :])
+            step = along(index_name(dim), axis, rank)
+            address += f" + {step}" if stride == "1" else f" + {step} * {stride}"
+            if self._cut(dim):
+                masks.append(along(f"({index_name(dim)} < size_{dim})", axis, rank))
+        return address, " & ".join(masks)
+
+    # -- computing ----------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        for node in self.kernel.body:
+            if self._is_padded_load(node):
+                self.expressions.tiles[node] = self.expressions.tile(node.args[1])  # type: ignore[arg-type]
+            else:
+                self.expressions.emit(node)
+
+    def _is_padded_load(self, node: fx.Node) -> bool:
+        """`where(valid, loaded, 0)`: loads already give zeros beyond the tokens."""
+        return (
+            node.target is ops.where
+            and is_valid_mask(node.args[0])  # type: ignore[arg-type]
+            and isinstance(node.args[1], fx.Node)
+            and node.args[1].op == "placeholder"
+            and node.args[1].meta["role"] in TOKEN_ROLES
+            and node.args[2] == 0.0
+        )
+
+    # -- states -------------------------------------------------------------------------------
+
+    def _load_carried(self, node: fx.Node) -> None:
+        dims = node.meta["dims"]
+        key = node.meta["key"]
+        address, mask = self._block_address(
+            self._pointer(f"enter_{key}_ptr"), "(document * HV + head)", dims
+        )
+        guard = f", mask={mask}, other=0.0" if mask else ""
+        name = self.writer.assign(key, f"tl.load({address}{guard}).to(tl.float32)")
+        zero = frozenset(dims) & self.uneven
+        self.expressions.tiles[node] = Tile(name, dims, True, zero)
+
+    def _store_state(self, node: fx.Node) -> None:
+        key = node.meta["key"]
+        pointer = self._pointer(f"{key}_ptr")
+        address, mask = self._block_address(pointer, "(chunk * HV + head)", node.meta["dims"])
+        flag = self._constant(f"KEEP_{key}")
+        with self.writer.block(f"if {flag}:"):
+            self._store(address, self.expressions.tile(node).name, mask)
+
+    def _store_exit(self, node: fx.Node) -> None:
+        key = node.meta["key"]
+        pointer = self._pointer(f"leave_{key}_ptr")
+        address, mask = self._block_address(pointer, "(document * HV + head)", node.meta["dims"])
+        self._store(address, self.expressions.tile(node).name, mask)
+
+    # -- stores -------------------------------------------------------------------------------
+
+    def _store(self, address: str, value: str, mask: str) -> None:
+        guard = f", mask={mask}" if mask else ""
+        self.writer.line(f"tl.store({address}, {value}{guard})")
+
+    def _store_results(self) -> None:
+        for name, node in self.kernel.stores.items():
+            self._store_result(name, node)
+
+    def _store_result(self, name: str, node: fx.Node) -> None:
+        dims = node.meta["dims"]
+        tiled = self.column in dims
+        partial = self.partial.get(node, bool(node.meta.get("partial"))) and not tiled
+        if partial:
+            self.sliced.add(name)
+        target = name.removeprefix("grad_")
+        tokens = name == "output" or target in self.spec.inputs
+        if tokens:
+            address, mask = self._token_address(name, dims, ("HV", "head"))
+            offset = f"tile * num_tokens * HV * {self._numel(dims[1:])}"
+            amount = "num_tokens"
+        else:
+            index = "(chunk * HV + head)"
+            address, mask = self._block_address(self._pointer(f"{name}_ptr"), index, dims)
+            offset = f"tile * num_chunks * HV * {self._numel(dims)}"
+            amount = "num_chunks"
+        if partial:
+            self._number(amount)
+            address = address.replace(f"{name}_ptr", f"{name}_ptr + {offset}", 1)
+        value = self._shaped(node)
+        if partial or tiled:
+            self._store(address, value, mask)
+            return
+        with self.writer.block("if tile == 0:"):
+            self._store(address, value, mask)
+
+    def _shaped(self, node: fx.Node) -> str:
+        tile = self.expressions.stored(node)
+        return tile.name
+
+
+def emit_kernel(
+    spec: LinearAttentionSpec, schedule: Schedule, kernel: Kernel, uneven: frozenset[str]
+) -> Emitted:
+    """Source of one kernel; `uneven` names the dims whose size is not their tile."""
+    return _Emitter(spec, schedule, kernel, uneven).run()

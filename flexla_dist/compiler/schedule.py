@@ -1,0 +1,287 @@
+"""Turns a graph into a list of kernels: what each computes, loads and stores.
+
+Contract: `schedule_forward` and `schedule_backward` are pure functions of the graphs. The plan is `unfused`:
+
+    chunk kernels   one program a chunk: values that the serial loop should not compute
+    scan            one program a document, head and column tile: the states entering each chunk
+    chunk kernels   outputs, or adjoint values that need the states
+    reverse         the gradients of the states leaving each chunk
+    chunk kernels   gradients of inputs and parameters
+
+A value travels through memory when making it again costs more than reading it: domain operators always, and in
+front of a serial loop every product with tokens as rows. Everything elementwise is made again. A chunk stage
+with more products than a kernel may hold is cut where the fewest bytes cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.ir.graph import Cell
+from flexla_dist.compiler.partition import LEVELS
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
+from flexla_dist.spec.spec import LinearAttentionSpec
+
+HEAVY = frozenset(
+    {ops.unit_tril_inverse, ops.decay_scores, ops.decay_rows, ops.decay_cols}
+)
+MAX_PRODUCTS = 10
+MAX_HEAVY = 2
+_FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: `kind` is chunk, scan or reverse.
+
+    `loads` are arguments and values of earlier kernels, `body` the nodes to compute in order,
+    `stores` the results by name. A scan carries `carried`: argument of the state (or of its
+    gradient) to the node that follows it.
+    """
+
+    name: str
+    kind: str
+    loads: tuple[fx.Node, ...]
+    body: tuple[fx.Node, ...]
+    stores: dict[str, fx.Node]
+    carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def products(self) -> int:
+        """Number of matrix products and domain operators."""
+        return sum(node.target is ops.matmul or node.target in HEAVY for node in self.body)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Kernels in order; `partial` holds the stored values that are sums over column tiles."""
+
+    kernels: tuple[Kernel, ...]
+    column: str
+    contracts_column: bool
+
+
+def buffer_name(node: fx.Node) -> str:
+    """Name of the memory that holds a value between kernels."""
+    return f"value_{node.name}"
+
+
+class _Scheduler:
+    def __init__(self, spec: LinearAttentionSpec, cell: Cell):
+        self.spec, self.cell = spec, cell
+        self.order = {node: at for at, node in enumerate(cell.graph.nodes)}
+        self.level: dict[fx.Node, int] = {}
+        self.costly: dict[fx.Node, bool] = {}  # a product or domain operator below it
+        for node in cell.graph.nodes:
+            if node.op == "placeholder":
+                self.level[node], self.costly[node] = LEVELS[node.meta["role"]], False
+            elif node.op == "call_function":
+                operands = [x for x in node.args if isinstance(x, fx.Node)]
+                self.level[node] = max((self.level[x] for x in operands), default=0)
+                self.costly[node] = (
+                    node.target is ops.matmul
+                    or node.target in HEAVY
+                    or any(self.costly[x] for x in operands)
+                )
+        self.stored: dict[fx.Node, None] = {}
+        self.kernels: list[Kernel] = []
+
+    # -- walks --------------------------------------------------------------------------------
+
+    def body_of(self, roots: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Nodes to compute for `roots`, and what they load; stored values are not computed."""
+        body: set[fx.Node] = set()
+        loads: set[fx.Node] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node in body or node in loads:
+                continue
+            if node.op == "placeholder" or node in self.stored:
+                loads.add(node)
+                continue
+            body.add(node)
+            stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return sorted(body, key=self.order.__getitem__), sorted(loads, key=self.order.__getitem__)
+
+    def wanted_before_loop(self, roots: Iterable[fx.Node], level: int) -> list[fx.Node]:
+        """Values below `level` with token rows that contain a product: computed before a loop."""
+        found: dict[fx.Node, None] = {}
+        seen: set[fx.Node] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "placeholder" or node in self.stored:
+                continue
+            seen.add(node)
+            early = self.level[node] < level and self.costly[node]
+            if early and self._has_token_rows(node) and node.target not in _FREE:
+                found[node] = None
+                continue
+            stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return sorted(found, key=self.order.__getitem__)
+
+    def heavy_below(self, roots: Iterable[fx.Node]) -> list[fx.Node]:
+        """Domain operators that a kernel for `roots` would contain."""
+        body, _ = self.body_of(roots)
+        return [node for node in body if node.target in HEAVY]
+
+    @staticmethod
+    def _has_token_rows(node: fx.Node) -> bool:
+        return TOKEN_DIM in node.meta["dims"]
+
+    # -- kernels ------------------------------------------------------------------------------
+
+    def add_loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> None:
+        """A scan; first whatever should be computed before it."""
+        level = 1 if kind == "scan" else 2
+        self.add_chunks(f"before_{kind}", self.wanted_before_loop(carried.values(), level))
+        body, loads = self.body_of(carried.values())
+        loads = [node for node in loads if node not in carried]
+        self.kernels.append(Kernel(kind, kind, tuple(loads), tuple(body), {}, carried))
+        for node in carried:
+            self.stored[node] = None
+
+    def add_chunks(
+        self, name: str, values: list[fx.Node], results: dict[str, fx.Node] | None = None
+    ) -> None:
+        """Chunk kernels that compute values for later kernels, and results of the call."""
+        results = results or {}
+        pending = [v for v in values if v not in self.stored]
+        remaining = dict(results)
+        while pending or remaining:
+            roots = [*pending, *remaining.values()]
+            body, _ = self.body_of(roots)
+            if self._fits(body):
+                self._emit_chunk(name, pending, remaining)
+                return
+            crossing = self._cheapest_cut(body, set(roots))
+            self._emit_chunk(name, crossing, {})
+            pending = [v for v in pending if v not in self.stored]
+
+    def _emit_chunk(self, name: str, values: list[fx.Node], results: dict[str, fx.Node]) -> None:
+        body, loads = self.body_of([*values, *results.values()])
+        stores = {buffer_name(node): node for node in values} | results
+        count = sum(k.name.startswith(name) for k in self.kernels)
+        unique = f"{name}_{count}" if count else name
+        self.kernels.append(Kernel(unique, "chunk", tuple(loads), tuple(body), stores))
+        for node in values:
+            self.stored[node] = None
+
+    def _fits(self, body: list[fx.Node]) -> bool:
+        products = sum(node.target is ops.matmul for node in body)
+        heavy = sum(node.target in HEAVY for node in body)
+        return products <= MAX_PRODUCTS and heavy <= MAX_HEAVY
+
+    def _cheapest_cut(self, body: list[fx.Node], roots: set[fx.Node]) -> list[fx.Node]:
+        """Values that cross the cut with the fewest bytes among the cuts that fit one kernel."""
+        best: tuple[float, list[fx.Node]] | None = None
+        for end in range(1, len(body)):
+            prefix = body[:end]
+            if not self._fits(prefix):
+                break
+            if not any(n.target is ops.matmul or n.target in HEAVY for n in prefix):
+                continue
+            crossing = self._crossing(prefix, body[end:], roots)
+            work = sum(n.target is ops.matmul or n.target in HEAVY for n in prefix)
+            cost = sum(self._weight(node) for node in crossing) / work
+            if crossing and (best is None or cost <= best[0]):
+                best = (cost, crossing)
+        if best is None:
+            raise AssertionError("no cut fits a kernel")
+        return best[1]
+
+    def _crossing(
+        self, prefix: list[fx.Node], suffix: list[fx.Node], roots: set[fx.Node]
+    ) -> list[fx.Node]:
+        inside = set(prefix)
+        out: dict[fx.Node, None] = {}
+        stack = [x for node in suffix for x in node.args if isinstance(x, fx.Node)]
+        stack.extend(root for root in roots if root in inside)
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in inside:
+                continue
+            seen.add(node)
+            if self.costly[node] and node.target not in _FREE:
+                out[node] = None
+            else:
+                stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return sorted(out, key=self.order.__getitem__)
+
+    @staticmethod
+    def _weight(node: fx.Node) -> float:
+        """Bytes of a value relative to a [C, C] tile."""
+        rank = sum(dim != UNIT_DIM for dim in node.meta["dims"])
+        return {0: 0.02, 1: 0.05, 2: 1.0}[rank]
+
+
+def contracts(cell: Cell, column: str) -> bool:
+    """Does the forward graph sum over the output's columns anywhere?"""
+    for node in cell.calls:
+        if node.target is ops.matmul and node.args[0].meta["dims"][1] == column:
+            return True
+        if node.target in (ops.total, ops.amax, ops.cumsum, ops.select):
+            if node.args[0].meta["dims"][node.kwargs["dim"]] == column:
+                return True
+        if node.target in (ops.decay_scores,) and node.meta["dims"] and (
+            node.args[0].meta["dims"][1] == column
+        ):
+            return True
+    return False
+
+
+def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
+    """Kernels of the forward pass; the cell has the results `output` and `next_<s>`."""
+    scheduler = _Scheduler(spec, cell)
+    outputs = cell.outputs
+    states = _states(cell)
+    if states:
+        carried = {node: outputs[f"next_{name}"] for name, node in states.items()}
+        scheduler.add_loop("scan", carried)
+    heavy = scheduler.heavy_below([outputs["output"]])
+    early = [node for node in heavy if scheduler.level[node] == 0]
+    scheduler.add_chunks("before_output", early)
+    scheduler.add_chunks("output", [], {"output": outputs["output"]})
+    column = spec.output_dims[-1]
+    return Schedule(tuple(scheduler.kernels), column, contracts(cell, column))
+
+
+def schedule_backward(
+    spec: LinearAttentionSpec, cell: Cell, forward: Cell
+) -> Schedule:
+    """Kernels of the backward pass; the cell has `next_<s>`, `prev_<s>` and `grad_<x>`."""
+    scheduler = _Scheduler(spec, cell)
+    outputs = cell.outputs
+    states = _states(cell)
+    gradients = {name: node for name, node in outputs.items() if name.startswith("grad_")}
+    leaving = {n: x for n, x in cell.placeholders.items() if x.meta["role"] == "grad_next"}
+    previous = {
+        leaving[f"grad_next_{name}"]: outputs[f"prev_{name}"]
+        for name in spec.state_dims
+        if f"grad_next_{name}" in leaving
+    }
+    needed = scheduler.body_of([*gradients.values(), *previous.values()])[1]
+    if any(node in needed for node in states.values()):
+        scheduler.add_loop(
+            "scan", {node: outputs[f"next_{name}"] for name, node in states.items()}
+        )
+    if previous:
+        scheduler.add_loop("reverse", previous)
+    scheduler.add_chunks("gradients", [], gradients)
+    column = spec.output_dims[-1]
+    return Schedule(tuple(scheduler.kernels), column, contracts(forward, column))
+
+
+def _states(cell: Cell) -> dict[str, fx.Node]:
+    prefix = "state_"
+    return {
+        node.meta["key"].removeprefix(prefix): node
+        for node in cell.placeholders.values()
+        if node.meta["role"] == "state" and node.meta["key"].startswith(prefix)
+    }
