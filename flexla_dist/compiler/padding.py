@@ -20,6 +20,7 @@ from torch import fx
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell, dims_of
 from flexla_dist.compiler.ir.operators import OPERATORS
+from flexla_dist.compiler.trace.proxy import definition_line
 from flexla_dist.compiler.trace.stages import SHIFT, VALID, state_argument
 from flexla_dist.errors import PaddingError
 from flexla_dist.shapes import UNIT_DIM
@@ -91,11 +92,11 @@ def _failing(
 ) -> str | None:
     """Name of the first result that is wrong on padding."""
     outputs = cell.outputs
+    if spec.log_scaled is not None and values[outputs["log_decay"]] != ZERO:
+        return "log_decay"
     for name, dims in spec.state_dims.items():
         if values[outputs[f"next_{name}"]] != State(name, tuple(range(len(dims)))):
             return f"next_{name}"
-    if spec.log_scaled is not None and values[outputs["log_decay"]] != ZERO:
-        return "log_decay"
     return None
 
 
@@ -121,7 +122,7 @@ def _error(
         f"expected {expected}. Padded tokens have {padded}. Fix: {fix}",
         spec=spec.name,
         stage=stage,
-        origin=culprit.meta["origin"],
+        origin=culprit.meta["origin"] or definition_line(getattr(spec, stage)),
     )
 
 
