@@ -33,13 +33,11 @@ class CallInputs:
 
     def leaves(self) -> dict[str, Tensor]:
         """Inputs, parameters and initial states by name, to be differentiated (m is not)."""
-        states = self.initial_state if isinstance(self.initial_state, tuple) else None
-        named = (
-            {"initial_state": self.initial_state}
-            if states is None
-            else {f"initial_state.{i}": x for i, x in enumerate(states)}
-        )
-        tensors = {**self.inputs, **self.params, **named}
+        tensors = {**self.inputs, **self.params}
+        if isinstance(self.initial_state, tuple):
+            tensors |= {f"initial_state.{i}": x for i, x in enumerate(self.initial_state)}
+        else:
+            tensors["initial_state"] = self.initial_state
         return {name: x for name, x in tensors.items() if x.requires_grad}
 
     def to(self, dtype: torch.dtype) -> CallInputs:

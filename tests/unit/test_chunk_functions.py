@@ -246,6 +246,8 @@ def test_contradicting_and_unsupported_options_are_named() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             ops.chunk_kda(**raw, **{**options, **wrong})
+    with pytest.raises(ArgumentError, match=r"expected dt_bias \[HV \* K\] .* got dt_bias \[3\]"):
+        ops.chunk_kda(**{**raw, "dt_bias": torch.zeros(3)}, **options)
     with pytest.raises(ArgumentError, match=r"A_log .* is needed"):
         ops.chunk_kda(**{k: x for k, x in raw.items() if k != "A_log"}, use_gate_in_kernel=True)
     raw, options, _ = options_case("gated_delta_rule", False, True)

@@ -237,11 +237,23 @@ def chunk_kda(
         neg_eigval=allow_neg_eigval,
         raw_gate=use_gate_in_kernel,
         A_log=A_log,
-        dt_bias=None if dt_bias is None else dt_bias.reshape(g.shape[2:]),
+        dt_bias=_by_head(name, dt_bias, g),
         lower_bound=lower_bound,
     )
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta, **extra}
     return run("kda", tensors, call, options, scale=default_scale(scale, q))
+
+
+def _by_head(name: str, dt_bias: Tensor | None, g: Tensor) -> Tensor | None:
+    """The bias `[HV * K]` as `[HV, K]`."""
+    if dt_bias is None:
+        return None
+    if g.ndim != 4 or dt_bias.numel() != g.shape[2] * g.shape[3]:
+        raise ArgumentError(
+            f"{name}: expected dt_bias [HV * K] or [HV, K] and g [B, T, HV, K]; "
+            f"got dt_bias {list(dt_bias.shape)}, g {list(g.shape)}"
+        )
+    return dt_bias.reshape(g.shape[2:])
 
 
 def _token_options(

@@ -86,4 +86,5 @@ def _unit(x: Tensor) -> Tensor:
 def _gate(options: TokenOptions, raw: Tensor, p: Any) -> Tensor:
     if options.gate == "softplus":
         return -p.A_log.exp() * softplus(raw)
+    assert options.lower_bound is not None
     return options.lower_bound * torch.sigmoid(p.A_log.exp() * raw if options.has_scale else raw)
