@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexla_dist.errors import DoubleBackwardError
+from flexla_dist.ops.op import Plan
 from flexla_dist.parallel.local_call import LocalCall, LocalForward, States
 
 
@@ -43,6 +44,10 @@ class ShardedAttend(torch.autograd.Function):
             else:
                 output, exits, kept = _no_output(call, problem), entry, ()
             finals = call.final_states(exits, batch)
+        layout = problem.layout
+        call.op.last_plan = Plan(
+            call.executor.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
+        )
         ctx.call, ctx.states, ctx.initial = call, len(entry), [(t.shape, t.dtype) for t in initial]
         ctx.save_for_backward(*inputs.values(), *params.values(), *entry, *kept)
         if not call.replay:

@@ -19,6 +19,7 @@ from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.documents import Offsets, check_lengths, read_cu_seqlens, shard_lengths
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.plan import SequencePlan
+from flexla_dist.parallel.recompute import refuse_recomputation
 from flexla_dist.parallel.runtime import GroupRuntime, runtime_of
 
 
@@ -58,7 +59,7 @@ class SequenceContext:
     @property
     def position_ids(self) -> Tensor:
         """Position [1, T_local] of every local token in its document, on the CPU."""
-        return self.plan.positions
+        return self.plan.positions()
 
     def settle(self, lengths: Sequence[int], starts: Offsets | None = None) -> SequencePlan:
         """Fix the plan, the same on all ranks (one small collective)."""
@@ -132,6 +133,7 @@ def sequence_context(
     number = runtime.next_context()
     context = SequenceContext(runtime, step, number if micro_batch is None else micro_batch)
     with runtime.guard("sequence_context"):
+        refuse_recomputation("sequence_context")
         starts = None if cu_seqlens is None else read_cu_seqlens(cu_seqlens)
         total = None if starts is None else starts[-1]
         if lengths is not None:
@@ -172,4 +174,4 @@ def position_ids(
         plan = plan_for(runtime, tokens)
     elif tokens is not None and tokens != plan.tokens:
         raise ShardingError(f"tokens is {tokens}, expected {plan.tokens}: {plan.describe()}")
-    return plan.positions.to(device) if device is not None else plan.positions
+    return plan.positions("cpu" if device is None else device)

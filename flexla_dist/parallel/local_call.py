@@ -183,6 +183,8 @@ class LocalCall:
 
     def entry(self, blank: States, entering: States, initial: States) -> States:
         """States that enter the local documents: given ones, received ones, else none."""
+        if self.plan.receives and not self.plan.packed:
+            return entering
         states = tuple(t.clone() for t in blank)
         for state, given in zip(states, initial, strict=False):
             state[self.rows.start] = given[self.rows.whole_start].to(state.dtype)

@@ -42,6 +42,7 @@ class SequencePlan:
     step: int = 0
     micro_batch: int = 0
     _halos: dict[int, TransferPlan] = field(default_factory=dict, repr=False)
+    _positions: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
@@ -99,11 +100,15 @@ class SequencePlan:
         starts = self.documents.cu_seqlens
         return torch.tensor(starts if len(starts) > 1 else (0, 0), dtype=torch.int64)
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """Position [1, T_local] of every local token in its document, int64 on the CPU."""
-        low, high = self.offsets[self.rank], self.offsets[self.rank + 1]
-        return document_positions(self.starts, low, high).view(1, -1)
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        """Position [1, T_local] of every local token in its document, int64 on `device`."""
+        device = torch.device(device)
+        found = self._positions.get(device)
+        if found is None:
+            low, high = self.offsets[self.rank], self.offsets[self.rank + 1]
+            found = document_positions(self.starts, low, high).view(1, -1).to(device)
+            self._positions[device] = found
+        return found
 
     def halo(self, width: int) -> TransferPlan:
         """Who sends which rows to whom so that every shard gets the `width` tokens before it.

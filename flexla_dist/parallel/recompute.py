@@ -27,6 +27,15 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def refuse_recomputation(what: str) -> None:
+    """RecomputeError inside a recomputation, which must not communicate."""
+    if recomputing():
+        raise RecomputeError(
+            f"{what} was called while activation checkpointing recomputes, and it would exchange "
+            "something a second time; call it outside of the checkpointed function"
+        )
+
+
 def refuse_reentrant(layer: str) -> None:
     """RecomputeError inside `checkpoint(use_reentrant=True)`, which hides the layer's nodes."""
     if torch.is_grad_enabled():

@@ -6,6 +6,7 @@ through the same calls in the same order, so counters kept here are equal on all
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -76,14 +77,25 @@ class GroupRuntime:
         """The plan outside of any context: nothing packed, shards as long as the ranks' inputs."""
         plan = self._plans.get(tokens)
         if plan is None:
-            plan = self._plans[tokens] = make_plan(self.rank, self.gather_lengths(tokens))
+            plan = self.remember_lengths(self.gather_lengths(tokens))
+        return plan
+
+    def remember_lengths(self, lengths: tuple[int, ...]) -> SequencePlan:
+        """The default plan for inputs of these lengths, from now on. Its number follows from the
+        lengths, so that ranks that remember different ones are told so by the first message."""
+        tokens = lengths[self.rank]
+        plan = self._plans.get(tokens)
+        if plan is None or plan.lengths != lengths:
+            number = zlib.crc32(repr(lengths).encode())
+            plan = self._plans[tokens] = make_plan(self.rank, lengths, micro_batch=number)
         return plan
 
     def gather_lengths(self, tokens: int) -> tuple[int, ...]:
         """The shard length of every rank."""
         if self.size == 1:
             return (tokens,)
-        rows = self.exchanger().gather_integers("lengths of the shards", [tokens])
+        what = "lengths of the shards, which no sequence_context and no shard_sequence told"
+        rows = self.exchanger().gather_integers(what, [tokens])
         return tuple(row[0] for row in rows)
 
     def agreed_plan(

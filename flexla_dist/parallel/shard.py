@@ -18,6 +18,7 @@ from flexla_dist.errors import DoubleBackwardError, ShardingError
 from flexla_dist.parallel.context import current_context
 from flexla_dist.parallel.documents import check_lengths, shard_lengths, shard_offsets
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
+from flexla_dist.parallel.recompute import refuse_recomputation
 from flexla_dist.parallel.runtime import GroupRuntime, runtime_of
 
 FIRST_CHECKS = 4
@@ -33,13 +34,14 @@ def shard_sequence(
 ) -> Tensor:
     """This rank's part of a whole sequence that every rank holds, cut along `dim`.
 
-    The first calls, and every 101st, compare a hash of x (and of the context's documents) over the
-    ranks. lengths: tokens of every rank; by default those of the `sequence_context`, else as even
-    as can be. Differentiable: the gradient is zero outside the part. Raises ShardingError for
-    lengths that do not fit, RankMismatch when the ranks hold different sequences.
+    The first calls, and every 101st, compare a hash of x over the ranks. lengths: tokens of every rank; by default those of the `sequence_context`, else as even
+    as can be. Outside of a context, sharded layers take what was cut last as their plan.
+    Differentiable: the gradient is zero outside the part. Raises ShardingError for lengths that do
+    not fit, RankMismatch when the ranks hold different sequences.
     """
     runtime = runtime_of(sequence_group(mesh))
     with runtime.guard("shard_sequence"):
+        refuse_recomputation("shard_sequence")
         dim = _dim(x, dim)
         chosen = _lengths(runtime, x.shape[dim], lengths)
         _compare(runtime, x, dim)
@@ -76,7 +78,9 @@ def _lengths(runtime: GroupRuntime, total: int, given: Sequence[int] | None) -> 
             f"lengths {chosen} differ from those of the sequence_context, {plan.lengths}; give "
             "them to one of the two"
         )
-    if context is not None and plan is None:
+    if context is None:
+        runtime.remember_lengths(chosen)
+    elif plan is None:
         context.settle(chosen)
     return chosen
 
@@ -146,6 +150,7 @@ def unshard_sequence(x: Tensor, mesh: MeshOrGroup, dim: int = 1) -> Tensor:
         return x
     exchanger = runtime.exchanger()
     with runtime.guard("unshard_sequence"):
+        refuse_recomputation("unshard_sequence")
         dim = _dim(x, dim)
         rest = [*x.shape[:dim], *x.shape[dim + 1 :]]
         fields = ("shape besides the tokens", "dtype", "dim", "gradients enabled")

@@ -97,9 +97,9 @@ class Site:
     def gradient_wanted(self, index: int, signature: Mapping[str, Any], local: bool) -> bool:
         """Whether any rank wants a gradient; RankMismatch unless all ranks do the same.
 
-        signature: field and value of all that must be equal on the ranks. They are asked at its first
-        use, and again when a gradient is wanted here that no rank wanted before. That must happen on
-        all ranks at once, as it does when a model's parameters are unfrozen.
+        signature: field and value of all that must be equal on the ranks. They are asked at its
+        first use, and again when a gradient is wanted here that no rank wanted before. That must
+        happen on all ranks at once, as it does when a model's parameters are unfrozen.
         """
         enabled = torch.is_grad_enabled()
         local = local and enabled
@@ -141,7 +141,7 @@ class SequenceExchange:
     @property
     def position_ids(self) -> Tensor:
         """Position [1, T_local] of every local token in its document, on the input's device."""
-        return self._record.plan.positions.to(self._device)
+        return self._record.plan.positions(self._device)
 
     def convolve_halo(self, x: Tensor, width: int) -> Tensor:
         """The `width` tokens before x [B, T_local, ...], as [B, width, ...].

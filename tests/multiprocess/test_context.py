@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from flexla_dist.errors import ArgumentError, ShardingError
 from flexla_dist.layers import LayerConfig, LinearAttentionLayer
@@ -132,8 +133,22 @@ def contexts(rank: int, world: int) -> None:
     check((4, 4, 4))
 
 
+def changing_lengths(rank: int, world: int) -> None:
+    """Totals that differ by less than the number of ranks: some shards keep their length."""
+    group = dist.group.WORLD
+    whole, layer = make_layer(), SequenceParallelLA(make_layer(), group=group, timeout=20.0)
+    for total in (9, 10, 11, 9, 3, 1, 10):
+        part = layer(shard_sequence(tokens(total), group))
+        want = shard_sequence(whole(tokens(total)), group)
+        torch.testing.assert_close(part, want, rtol=1e-10, atol=1e-12)
+
+
 def test_contexts_nest_and_end() -> None:
     run_ranks(contexts, 3, preload=PRELOAD)
+
+
+def test_lengths_may_change_without_a_context() -> None:
+    run_ranks(changing_lengths, 3, preload=PRELOAD)
 
 
 # -- meshes and data parallelism --------------------------------------------------------------
@@ -291,6 +306,23 @@ def failing_block(rank: int) -> None:
     layer(x)
 
 
+def other_plan(rank: int) -> None:
+    """The ranks cut something else by hand in between; rank 0 does not notice by its length."""
+    layer = SequenceParallelLA(make_layer(), group=dist.group.WORLD, timeout=8.0)
+    layer(tokens(4))
+    shard_sequence(torch.zeros(1, 7), dist.group.WORLD)
+    layer(tokens(4)).sum().backward()
+
+
+def communicating_recomputation(rank: int) -> None:
+    x = torch.ones(1, 8, requires_grad=True)
+    part = shard_sequence(x, dist.group.WORLD)
+    loss = checkpoint(
+        lambda y: unshard_sequence(y * y, dist.group.WORLD).sin(), part, use_reentrant=False
+    )
+    loss.sum().backward()
+
+
 def wrong_strategy(rank: int) -> None:
     SequenceParallelLA(make_layer(), group=dist.group.WORLD, strategy="ring")(tokens(4))
 
@@ -313,6 +345,8 @@ FAILURES: list[tuple[Callable[[int], None], str, str]] = [
     (documents_without_context, ShardingError.__name__, "sequence_context"),
     (wrong_initial_state, DISAGREE, "initial state"),
     (failing_block, "ValueError", "out of luck"),
+    (other_plan, "TagMismatch", "same order"),
+    (communicating_recomputation, "RecomputeError", "outside of the checkpointed"),
     (wrong_strategy, "ValueError", "expected one of"),
 ]
 

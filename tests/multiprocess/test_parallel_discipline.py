@@ -1,8 +1,8 @@
 """The discipline that sharded autograd nodes must follow, shown on a dummy exchange.
 
 Four layers under activation checkpointing, one rank with every label masked, a gradient wanted on
-one rank only. The nodes log every message they send; the logs must be the same on all ranks, because
-a rank that leaves one out makes its neighbours wait forever.
+one rank only. The nodes log every message they send; the logs must be the same on all ranks,
+because a rank that leaves one out makes its neighbours wait forever.
 """
 
 from __future__ import annotations
