@@ -263,8 +263,24 @@ def _decay_scan(b: Builder, node: fx.Node, g: fx.Node) -> Gradients:
     return {0: b.emit(ops.mul, delta, before), 1: delta}
 
 
+@_rule(ops.decay_scan_reverse)
+def _decay_scan_reverse(b: Builder, node: fx.Node, g: fx.Node) -> Gradients:
+    gate = node.args[0]
+    delta = b.emit(ops.decay_scan, gate, g)
+    before = b.emit(ops.mul, b.emit(ops.exp, gate), b.emit(ops.shift, delta, dim=-2, by=1))
+    return {0: b.emit(ops.mul, node, before), 1: delta}
+
+
+def _inverse_gradient(b: Builder, node: fx.Node, g: fx.Node) -> fx.Node:
+    flipped = b.transpose(node)
+    return b.emit(ops.neg, b.matmul(flipped, b.matmul(g, flipped)))
+
+
+@_rule(ops.inverse)
+def _inverse(b: Builder, node: fx.Node, g: fx.Node) -> Gradients:
+    return {0: _inverse_gradient(b, node, g)}
+
+
 @_rule(ops.unit_tril_inverse)
 def _unit_tril_inverse(b: Builder, node: fx.Node, g: fx.Node) -> Gradients:
-    flipped = b.transpose(node)
-    inner = b.matmul(flipped, b.matmul(g, flipped))
-    return {0: b.emit(ops.neg, b.emit(ops.tril, inner, diagonal=-1))}
+    return {0: b.emit(ops.tril, _inverse_gradient(b, node, g), diagonal=-1)}
