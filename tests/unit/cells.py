@@ -50,9 +50,9 @@ def spec_of(expression: Expression, **changes: Any) -> LinearAttentionSpec:
     return LinearAttentionSpec(**settings)
 
 
-def cell_of(expression: Expression) -> Cell:
+def cell_of(expression: Expression, **changes: Any) -> Cell:
     """The expression alone as a cell with the result `value`, every token valid."""
-    traced = trace_spec(spec_of(expression))
+    traced = trace_spec(spec_of(expression, **changes))
     builder = Builder()
 
     def emit(fn: Any, *operands: Any, **attrs: Any) -> Any:

@@ -23,6 +23,7 @@ from flexla_dist.shapes import format_dims
 if TYPE_CHECKING:
     from flexla_dist.compiler.trace.tracer import Tracer
 
+_NO_DEVICE = torch.device("meta")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OWN_CODE = (
     os.path.join(_PACKAGE, "compiler"),
@@ -169,7 +170,7 @@ class Traced:
     @property
     def device(self) -> torch.device:
         """A stand-in."""
-        return torch.device("meta")
+        return _NO_DEVICE
 
     def __repr__(self) -> str:
         return f"Traced({self.node.name}{format_dims(self.dims)})"

@@ -238,14 +238,15 @@ class Tracer:
 
     def result(self, what: str, value: Any) -> fx.Node:
         """A returned value as a node; anything else is an error."""
-        if isinstance(value, Traced):
-            return self.as_number(self.operand(value))
+        if isinstance(value, Traced) and value.tracer is self:
+            return self.as_number(value.node)
         if isinstance(value, DimSize):
             return self.size(value.name).node
         if isinstance(value, bool | int | float):
             return self.builder.expand(float(value), ())
+        got = "kept from another trace" if isinstance(value, Traced) else type(value).__name__
         raise TraceError(
-            f"{what} is {type(value).__name__}; expected a tensor computed from the arguments",
+            f"{what} is {got}; expected a tensor computed from the arguments",
             spec=self.spec_name,
             stage=self.stage,
             origin=self.defined,

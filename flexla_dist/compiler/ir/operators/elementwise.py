@@ -154,19 +154,19 @@ def stop_gradient(x: Tensor) -> Tensor:
 @operator("mask", rules.elementwise)
 def greater_equal(a: Tensor, b: Tensor | Number) -> Tensor:
     """a >= b."""
-    return torch.ge(a, b)
+    return a >= b
 
 
 @operator("mask", rules.elementwise)
 def greater(a: Tensor, b: Tensor | Number) -> Tensor:
     """a > b."""
-    return torch.gt(a, b)
+    return a > b
 
 
 @operator("mask", rules.elementwise)
 def equal(a: Tensor, b: Tensor | Number) -> Tensor:
     """a == b."""
-    return torch.eq(a, b)
+    return a == b
 
 
 @operator("mask", rules.same)

@@ -197,7 +197,7 @@ def _unchanged(t: Tracer, x: Any, *_: Any, **__: Any) -> Any:
 @lowering("float", "double", "to", "type_as")
 def _converted(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The compiler decides types, decays keep full precision; masks become numbers."""
-    if torch.bool in (*args, *kwargs.values()):
+    if any(a is torch.bool for a in (*args, *kwargs.values())):
         return t.call("bool", x)
     return t.wrap(t.as_number(t.operand(x)))
 
