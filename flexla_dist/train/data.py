@@ -6,9 +6,10 @@ on where it stopped on any number of ranks. No rank keeps a position of its own.
 
 from __future__ import annotations
 
+import os
 import random
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,18 +66,21 @@ def find_files(config: DataConfig) -> list[Path]:
         if root.is_file():
             found.add(root)
         elif root.is_dir():
-            inside = (path for path in root.rglob("*") if path.name.endswith(suffixes))
-            found.update(
-                path
-                for path in inside
-                if skipped.isdisjoint(path.relative_to(root).parts) and path.is_file()
-            )
+            found.update(_files_below(root, suffixes, skipped))
         else:
             raise ValueError(f"data.paths: no such file or folder: {root}")
     if not found:
         places = ", ".join(map(str, roots))
         raise ValueError(f"data: no file that ends in {' or '.join(suffixes)} in {places}")
     return sorted(found)
+
+
+def _files_below(root: Path, suffixes: tuple[str, ...], skipped: frozenset[str]) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        for name in names:
+            if name.endswith(suffixes):
+                yield Path(folder, name)
 
 
 def load_texts(config: DataConfig, seed: int) -> tuple[Text, Text]:
