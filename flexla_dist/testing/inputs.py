@@ -137,6 +137,8 @@ def _shape_input(
         return noise.sigmoid()
     if name == "k" and "beta" in spec.inputs:
         return normalize(noise, dim=-1)
+    if name in ("a", "b") and noise.ndim > 3:  # a transition diag + b a', near a contraction
+        return normalize(noise, dim=-1) * (0.2 if name == "b" else 1.0)
     if spec.name == "linear_attn_normalized" and name in ("q", "k"):
         return noise.abs() + 0.1  # feature maps are positive, so that the divisor is
     return noise
