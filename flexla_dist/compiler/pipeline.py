@@ -1,10 +1,10 @@
 """The compiler on one screen: from a spec to programs that an executor runs.
 
     1. trace          the user's callables, twice, into one graph
-    2. padding        decay_mode is the identity on a chunk of padding
-    3. passes         canonical spelling, transposes, domain operators; verified after each
-    4. signs          no exponential can overflow
-    5. transition     decay_mode is affine; its element (M, S_hat) and the kind of M
+    2. passes         canonical spelling, transposes, domain operators; verified after each
+    3. transition     decay_mode is affine; its element (M, S_hat) and the kind of M
+    4. padding        decay_mode is the identity on a chunk of padding
+    5. signs          no exponential can overflow
     6. differentiate  the adjoint element and the gradients, from the same graph
     7. partition      programs by what is known when
 
@@ -126,11 +126,11 @@ def compile_graphs(spec: LinearAttentionSpec, strict: bool = False) -> Graphs:
     traced = trace_spec(spec)
     verify_cell(traced, "trace")
     stages = [Stage("trace", traced)]
+    rewritten = run_passes(traced, FORWARD_PASSES, stages)
+    refuse_inverses(rewritten, spec)
+    cell, transitions = derive_transition(spec, rewritten)
     prove_padding_identity(traced, spec)
-    cell = run_passes(traced, FORWARD_PASSES, stages)
-    refuse_inverses(cell, spec)
-    analyse_signs(cell, spec, strict=strict)
-    cell, transitions = derive_transition(spec, cell)
+    analyse_signs(rewritten, spec, strict=strict)
     verify_cell(cell, "transition")
     stages.append(Stage("transition", cell))
     run_passes(cell, FORWARD_PASSES[-1:], stages)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as tnf
 
-from flexla_dist.compiler.affine import derive_transition
+from flexla_dist.compiler.pipeline import compile_graphs
 from flexla_dist.compiler.trace.lowering.refused import REFUSED
 from flexla_dist.compiler.trace.stages import trace_spec
 from flexla_dist.errors import NotAffineError, TraceError
@@ -54,7 +54,7 @@ def refused(stage: str, function: Stage, error: type[TraceError] = TraceError, *
     """The message; it names spec, stage and a line inside of `function`."""
     spec = make(**{stage: function}, **other)
     with pytest.raises(error) as caught:
-        derive_transition(spec, trace_spec(spec))
+        compile_graphs(spec)
     message = str(caught.value)
     assert message.startswith(f"mistaken.{stage}: "), message
     origin = caught.value.origin
