@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,12 +23,17 @@ from flexla_dist.comm.errors import TagMismatch
 from flexla_dist.comm.links import GroupRanks, all_gather_flat
 from flexla_dist.comm.packing import empty_message, header_words, pack, packed_bytes, views
 from flexla_dist.comm.tag import Header, Kind, Tag, describe_words, same_message
-from flexla_dist.comm.waiters import THREADS
 from flexla_dist.comm.watch import Waiting, Watch
+
+Sent = deque[tuple[dist.Work, Tensor, Waiting]]
 
 PENDING_SENDS = 32
 PENDING_BYTES = 64 << 20
 PENDING_CHECKS = 64
+LEAVE_SECONDS = 5.0
+# gloo aborts the process when a message has another size than its receiver expects: messages of
+# different sizes are given different tags, so that they never meet.
+MESSAGE_TAGS = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +71,12 @@ class Channel:
     def __init__(self, ranks: GroupRanks, watch: Watch) -> None:
         self.ranks = ranks
         self.watch = watch
-        self._sent: deque[tuple[dist.Work, Tensor, Waiting]] = deque()
+        self._sent: Sent = deque()
         self._sent_bytes = 0
         self._checks: deque[tuple[Tensor, torch.cuda.Event, Header, str]] = deque()
-        weakref.finalize(self, _settle, self._sent, watch)
+        at_exit = partial(_leave, self._sent, watch)
+        atexit.register(at_exit)
+        weakref.finalize(self, _settle, self._sent, watch, at_exit).atexit = False
 
     def exchange(
         self,
@@ -152,7 +164,7 @@ class Channel:
         posts: list[tuple[Any, Tensor, int]] = [(dist.irecv, t, rank) for rank, t in receives]
         posts += [(dist.isend, t, rank) for rank, t in sends]
         if len(posts) > 1 and posts[0][1].device.type != "cpu":
-            ops = [dist.P2POp(op, buffer, ranks[rank], group) for op, buffer, rank in posts]
+            ops = [dist.P2POp(op, t, ranks[rank], group) for op, t, rank in posts]
             waiting = Waiting(posts[0][2], what)
             for work in self._start(waiting, partial(dist.batch_isend_irecv, ops)):
                 self.watch.wait_on_stream(work, waiting)
@@ -160,7 +172,8 @@ class Channel:
         started = []
         for op, buffer, rank in posts:
             waiting = Waiting(rank, what)
-            work = self._start(waiting, partial(op, buffer, ranks[rank], group=group))
+            message_tag = buffer.numel() % MESSAGE_TAGS
+            work = self._start(waiting, partial(op, buffer, ranks[rank], group, message_tag))
             started.append((op is dist.irecv, work, buffer, waiting))
         for received, work, buffer, waiting in started:
             if received:
@@ -253,9 +266,24 @@ class Channel:
         )
 
 
-def _settle(sent: deque[tuple[dist.Work, Tensor, Waiting]], watch: Watch) -> None:
+def _settle(sent: Sent, watch: Watch, at_exit: Callable[[], None]) -> None:
     """Keep what a discarded channel had sent alive until it has been received."""
-    if watch.failed or not sent:
-        return
-    if all(buffer.device.type == "cpu" for _, buffer, _ in sent):
-        THREADS.finish_in_background([(work.wait, buffer) for work, buffer, _ in sent])
+    atexit.unregister(at_exit)
+    if sent and not watch.failed:
+        threading.Thread(target=_finish, args=(sent,), name="flexla-send", daemon=True).start()
+
+
+def _finish(sent: Sent) -> None:
+    with suppress(RuntimeError):
+        while sent:
+            sent[0][0].wait()
+            sent.popleft()
+
+
+def _leave(sent: Sent, watch: Watch) -> None:
+    """At the end of the program, wait a little for what was sent to be received."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    with suppress(RuntimeError):
+        while sent and not watch.failed:
+            left = max(0.01, deadline - time.monotonic())
+            sent.popleft()[0].wait(timedelta(seconds=left))

@@ -29,8 +29,8 @@ def choose_host_strategy(
     A chain makes size - 1 hops of one state. log_scan makes ceil(log2 size) rounds of one element,
     over the slowest link in use, which the ranks of a node share. hierarchical does log_scan inside
     the longest node and a chain of states between nodes, plus one hop to tell the node. Composing a
-    dense M costs about another trip of its bytes. all_gather never wins here: it moves every element
-    to every rank.
+    dense M costs about another trip of its bytes. all_gather never wins here: every element goes to
+    every rank.
     """
     if sum(node_runs) != size:
         raise ValueError(f"node_runs {tuple(node_runs)} sum to {sum(node_runs)}, expected {size}")

@@ -198,16 +198,16 @@ class StateExchanger:
         reverse: bool,
     ) -> State:
         self._check_scan(element, crossing, template)
-        self._watch.begin(f"{what} by {self.strategy} ({tag})")
-        zero = zero_state(element, template)
+        size = state_bytes(template)
+        self._watch.begin(f"{what} by {self.strategy} of {size} bytes ({tag})")
         if not any(crossing):
-            return zero
+            return zero_state(element, template)
         strategy = STRATEGIES[self.resolve(element, template)]
         line = Line.around(self.rank, crossing, reverse)
         nodes = self._node_numbers() if strategy.name == "hierarchical" else ()
         if len(line.ranks) == 1 and not strategy.collective:
-            return zero
-        return strategy.scan(ScanProblem(element, zero, line, nodes, self._channel, tag))
+            return zero_state(element, template)
+        return strategy.scan(ScanProblem(element, template, line, nodes, self._channel, tag))
 
     def _check_scan(self, element: Element, crossing: Sequence[bool], template: State) -> None:
         if len(crossing) != self.size - 1:

@@ -1,15 +1,25 @@
-"""Bounded waiting: time limits, failures of other ranks, ranks in different operations."""
+"""Bounded waiting: time limits, failures of other ranks, ranks in different operations.
+
+A wait blocks in the backend, with the time limit, and costs nothing extra. A second thread looks
+ten times a second whether a wait has lasted; only then does it ask the store for failures and
+compare what the ranks are doing. To end the wait it breaks this rank's connections in the group: a
+receive that times out makes gloo fail everything pending. So a failure is final for the group.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from flexla_dist.comm.errors import (
@@ -20,7 +30,6 @@ from flexla_dist.comm.errors import (
 )
 from flexla_dist.comm.failures import FailureBoard
 from flexla_dist.comm.links import GroupRanks
-from flexla_dist.comm.waiters import THREADS
 
 T = TypeVar("T")
 
@@ -30,23 +39,19 @@ DESYNC_SECONDS = 2.0
 LOST_PEER_GRACE_SECONDS = 1.0
 HISTORY = 32
 PEERS_PER_POLL = 4
+UNUSED_MESSAGE_TAG = (1 << 30) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """For whom this rank waits (None: for all) and in what."""
+    """For whom this rank waits (None: for all) and in what; `what` is made into text when asked."""
 
     peer: int | None
-    what: str
+    what: object
 
 
 class Watch:
-    """Waits of one rank in one group.
-
-    The fast path is one hand-over to a helper thread; the store is asked by a rank that has waited
-    `POLL_SECONDS` already, and once a second by one that never waits. A failure is final: what the
-    ranks had begun is still pending in the group, so a new group is needed to go on.
-    """
+    """Waits of one rank in one group, and what ends them early."""
 
     def __init__(self, ranks: GroupRanks, timeout: float) -> None:
         self._ranks = ranks
@@ -54,23 +59,26 @@ class Watch:
         self._board = FailureBoard(ranks)
         self._sequence = 0
         self._asked = time.monotonic()
-        self._history: deque[tuple[int, str]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[int, object]] = deque(maxlen=HISTORY)
         self._error: ExchangeError | None = None
+        self._current: tuple[float, Waiting] | None = None
+        self._watcher: threading.Thread | None = None
         self._on_device: deque[tuple[dist.Work, float, Waiting]] = deque()
-
-    def set_timeout(self, seconds: float) -> None:
-        """Seconds that a wait lasts at most."""
-        if not seconds > 0:
-            raise ValueError(f"timeout is {seconds}, expected a positive number of seconds")
-        self._timeout = seconds
 
     @property
     def failed(self) -> bool:
         """Whether this rank has seen a failure of the group."""
         return self._error is not None
 
-    def begin(self, what: str) -> None:
-        """Count an operation that every rank of the group takes part in."""
+    def set_timeout(self, seconds: float) -> None:
+        """Seconds that a wait lasts at most."""
+        if not seconds > 0:
+            raise ValueError(f"timeout is {seconds}, expected a positive number of seconds")
+        self._timeout = seconds
+        self._limit = timedelta(seconds=seconds)
+
+    def begin(self, what: object) -> None:
+        """Count an operation that every rank of the group takes part in; `str(what)` names it."""
         if self._error is not None:
             raise type(self._error)(f"{self._error} (an earlier failure; the group is unusable)")
         now = time.monotonic()
@@ -79,26 +87,25 @@ class Watch:
             self.raise_remote_failure()
         self._sequence += 1
         self._history.append((self._sequence, what))
-        self._check_device_works()
+        if self._on_device:
+            self._check_device_works()
 
     def wait(self, work: dist.Work, waiting: Waiting) -> None:
         """Return when `work` is done, or raise within the limit."""
-        job = THREADS.submit(work.wait)
+        if self._watcher is None:
+            self._start_watcher()
         start = time.monotonic()
-        polls, published = 0, False
-        while not job.wait(POLL_SECONDS):
-            self.raise_remote_failure()
+        self._current = (start, waiting)
+        try:
+            work.wait(self._limit)
+        except RuntimeError as cause:
+            self._current = None
             waited = time.monotonic() - start
-            if waited > self._timeout:
+            if self._error is None and waited >= self._timeout:
                 self._time_out(waited, waiting)
-            if waited > DESYNC_SECONDS:
-                if not published:
-                    self._ask(lambda: self._board.publish_progress(list(self._history)))
-                    published = True
-                self._compare_progress(waiting.peer, polls)
-                polls += 1
-        if job.error is not None:
-            self.lost(waiting, job.error)
+            self.lost(waiting, cause)
+        finally:
+            self._current = None
 
     def wait_on_stream(self, work: dist.Work, waiting: Waiting) -> None:
         """Order the current stream after `work`; its time limit is checked at later operations."""
@@ -106,11 +113,13 @@ class Watch:
         self._on_device.append((work, time.monotonic(), waiting))
 
     def lost(self, waiting: Waiting, cause: BaseException) -> NoReturn:
-        """A connection broke: say why if the peer told, else that the peer has gone."""
+        """A connection broke: say why if that is known, else that the peer has gone."""
         deadline = time.monotonic() + LOST_PEER_GRACE_SECONDS
-        while time.monotonic() < deadline:
+        while self._error is None and time.monotonic() < deadline:
             self.raise_remote_failure()
             time.sleep(POLL_SECONDS)
+        if self._error is not None:
+            raise self._error
         peer = "a peer" if waiting.peer is None else self._ranks.name(waiting.peer)
         self.fail(
             RemoteRankError(
@@ -120,7 +129,7 @@ class Watch:
             waiting.what,
         )
 
-    def fail(self, error: ExchangeError, what: str = "") -> NoReturn:
+    def fail(self, error: ExchangeError, what: object = "") -> NoReturn:
         """Publish `error`, remember it, raise it."""
         self._error = error
         self._publish(error, what)
@@ -146,9 +155,9 @@ class Watch:
             self._publish(error, what)
             raise
 
-    def _publish(self, error: BaseException, what: str) -> None:
+    def _publish(self, error: BaseException, what: object) -> None:
         try:
-            self._board.publish(error, what)
+            self._board.publish(error, str(what))
         except Exception as store_error:
             error.add_note(f"(other ranks could not be told: {_one_line(store_error)})")
 
@@ -163,30 +172,67 @@ class Watch:
             raise self._error from cause
 
     def _time_out(self, waited: float, waiting: Waiting) -> NoReturn:
+        self._break_connections()
         peer = "the other ranks" if waiting.peer is None else self._ranks.name(waiting.peer)
         own = self._ranks.name(self._ranks.rank)
         self.fail(
             ExchangeTimeout(
-                f"{own} waited {waited:.1f} s for {peer} in {waiting.what} and got nothing; "
-                f"is {peer} in the same call? If it only computes longer, raise timeout= "
+                f"{own} waited {waited:.1f} s for {peer} in {waiting.what} and got nothing; all "
+                f"ranks must make the same call. If {peer} only computed longer, raise timeout= "
                 f"(now {self._timeout:g} s)"
             ),
             waiting.what,
         )
 
-    def _compare_progress(self, peer: int | None, polls: int) -> None:
+    def _start_watcher(self) -> None:
+        self._watcher = threading.Thread(
+            target=_watch_forever, args=(weakref.ref(self),), name="flexla-watch", daemon=True
+        )
+        self._watcher.start()
+
+    def look(self, state: _WatcherState) -> None:
+        """One look of the watcher thread at the current wait."""
+        current = self._current
+        if current is None or self._error is not None:
+            return
+        start, waiting = current
+        waited = time.monotonic() - start
+        if waited < POLL_SECONDS:
+            return
+        try:
+            self.raise_remote_failure()
+            if waited > DESYNC_SECONDS:
+                self._compare_progress(waiting.peer, state)
+        except ExchangeError:
+            if self._current is current:
+                self._break_connections()
+
+    def _break_connections(self) -> None:
+        """Fail all that this rank has pending in the group; gloo does so when a receive expires.
+
+        A connection that is broken already refuses the receive at once and fails nothing else, so
+        every peer is tried.
+        """
+        for rank, source in enumerate(self._ranks.global_ranks):
+            if rank == self._ranks.rank:
+                continue
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), source, self._ranks.group, UNUSED_MESSAGE_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+
+    def _compare_progress(self, peer: int | None, state: _WatcherState) -> None:
         """Compare what was done last with the awaited peer and, in turn, with some others."""
+        own = {number: str(what) for number, what in list(self._history)}
+        if state.published != self._sequence:
+            self._ask(partial(self._board.publish_progress, list(own.items())))
+            state.published = self._sequence
         others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
-        first = polls * PEERS_PER_POLL
-        chosen = {
-            others[(first + i) % len(others)] for i in range(min(PEERS_PER_POLL, len(others)))
-        }
-        if peer is not None:
-            chosen.add(peer)
-        own = dict(self._history)
-        for rank in sorted(chosen):
-            theirs = self._ask(partial(self._board.progress_of, rank))
-            for number, text in theirs:
+        turns = range(min(PEERS_PER_POLL, len(others)))
+        chosen = {others[(state.turn + i) % len(others)] for i in turns}
+        state.turn += PEERS_PER_POLL
+        for rank in sorted(chosen if peer is None else chosen | {peer}):
+            for number, text in self._ask(partial(self._board.progress_of, rank)):
                 if number in own and own[number] != text:
                     self._mismatch(rank, number, own[number], text)
 
@@ -216,3 +262,23 @@ class Watch:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+@dataclass
+class _WatcherState:
+    """What the watcher remembers between looks."""
+
+    published: int = 0
+    turn: int = 0
+
+
+def _watch_forever(reference: weakref.ref[Watch]) -> None:
+    """Body of the watcher thread; ends with its Watch."""
+    state = _WatcherState()
+    while True:
+        time.sleep(POLL_SECONDS)
+        watch = reference()
+        if watch is None or watch.failed:
+            return
+        watch.look(state)
+        del watch

@@ -24,6 +24,7 @@ from flexla_dist.comm import (
     plan_tails,
     zero_state,
 )
+from flexla_dist.testing.elements import serial_scan
 from flexla_dist.testing.ranks import RankError, run_ranks
 
 FIRST = Tag()
@@ -130,7 +131,7 @@ def confused(rank: int, size: int, what: str) -> str:
 def test_different_operations_are_found(what: str) -> None:
     for text in run_ranks(confused, 3, what, timeout=25):
         assert "different operations" in text and "exchange number 2" in text
-        assert "prefix by log_scan (step 9, micro-batch 0, layer 1" in text
+        assert "prefix by log_scan of 128 bytes (step 9, micro-batch 0, layer 1" in text
         assert ("agree(shapes of layer 5)" if what == "agree" else "layer 2") in text
 
 
@@ -173,7 +174,7 @@ def slow_but_right(rank: int, size: int) -> float:
     """A rank that computes for longer than the detector's patience is no error."""
     exchanger = StateExchanger(None, "chain", timeout=30.0)
     for step in range(3):
-        if rank == step:
+        if rank == step == 0:
             time.sleep(2.6)
         [state] = exchange(exchanger, Tag(step))
         exchanger.agree("plan", (step,))
@@ -200,13 +201,16 @@ def many(rank: int, size: int, count: int) -> float:
         exchanger.transfer(torch.full((1, 2, 4), float(step)), plan, Tag(step))
         tag = Tag(step, direction="backward")
         [backward] = exchanger.suffix(element, crossing, tag, template)
+        elements = [element_of(other) for other in range(size)]
+        for found, reverse in ((forward, False), (backward, True)):
+            [expected] = serial_scan(elements, crossing, reverse)[rank]
+            assert torch.equal(found, expected)
         total += forward.sum().item() - backward.sum().item()
     return total
 
 
 def test_many_exchanges_with_random_delays() -> None:
-    first = run_ranks(many, 4, 200, timeout=60)
-    assert first == run_ranks(many, 4, 200, timeout=60)
+    assert len(set(run_ranks(many, 4, 200, timeout=60))) > 1
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ class AllGather:
     def scan(self, problem: ScanProblem) -> State:
         """Gather over the whole group, then take zero through the predecessors."""
         elements = problem.channel.gather_elements(problem.element, problem.tag)
-        state = problem.zero
+        state = problem.zero()
         for rank in problem.line.ranks[: problem.line.position]:
             state = apply(elements[rank], state)
         return state

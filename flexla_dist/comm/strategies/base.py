@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flexla_dist.comm.channel import Channel
-from flexla_dist.comm.element import Element, State
+from flexla_dist.comm.element import Element, State, zero_state
 from flexla_dist.comm.links import Line
 from flexla_dist.comm.tag import Tag
 
@@ -15,16 +15,20 @@ from flexla_dist.comm.tag import Tag
 class ScanProblem:
     """One exclusive scan as one rank sees it.
 
-    element: of this rank's span; zero: the state before any token; line: the connected ranks in
-    scan order, this one included; nodes: node number of every group rank.
+    element: of this rank's span; template: tensors of the state's shapes and dtypes; line: the
+    connected ranks in scan order, this one included; nodes: node number of every group rank.
     """
 
     element: Element
-    zero: State
+    template: State
     line: Line
     nodes: tuple[int, ...]
     channel: Channel
     tag: Tag
+
+    def zero(self) -> State:
+        """The state before any token."""
+        return zero_state(self.element, self.template)
 
 
 class Strategy(Protocol):

@@ -19,8 +19,8 @@ class Chain:
         if early and line.next_rank is not None:
             channel.send_state(line.next_rank, after_reset(problem.element), tag)
         if line.prev_rank is None:
-            return problem.zero
-        entering = channel.receive_state(line.prev_rank, problem.zero, tag)
+            return problem.zero()
+        entering = channel.receive_state(line.prev_rank, problem.template, tag)
         if not early and line.next_rank is not None:
             channel.send_state(line.next_rank, apply(problem.element, entering), tag)
         return entering

@@ -32,9 +32,9 @@ class Hierarchical:
         if leads:
             entering = _lead(problem, own, total, before, after)
         elif before is None:
-            entering = problem.zero
+            entering = problem.zero()
         else:
-            entering = problem.channel.receive_state(own.ranks[-1], problem.zero, problem.tag)
+            entering = problem.channel.receive_state(own.ranks[-1], problem.template, problem.tag)
         return fold(received, entering)
 
 
@@ -47,8 +47,8 @@ def _lead(
     if early and after is not None:
         channel.send_state(after, after_reset(total), tag)
     if before is None:
-        return problem.zero
-    entering = channel.receive_state(before, problem.zero, tag)
+        return problem.zero()
+    entering = channel.receive_state(before, problem.template, tag)
     if not early and after is not None:
         channel.send_state(after, apply(total, entering), tag)
     for rank in own.ranks[:-1]:

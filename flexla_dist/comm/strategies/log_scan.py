@@ -18,4 +18,4 @@ class LogScan:
         received, _ = doubling(
             problem.element, problem.line, problem.channel, problem.tag, keep_total=False
         )
-        return fold(received, problem.zero)
+        return fold(received, problem.zero())
