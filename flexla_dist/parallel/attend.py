@@ -95,7 +95,7 @@ def _entering(
     with _disable_current_modes():
         element = call.leaving(problem, params, initial)
         state = call.exchanger.prefix(element, call.plan.crossing, call.tag, template)
-    call.record.states.append(state)
+    call.record.states[call.index] = state
     return state
 
 

@@ -44,7 +44,7 @@ class ShardedHalo(torch.autograd.Function):
             return call.record.halos[call.index].clone()
         with call.exchanger.guard(f"halo ({call.tag})"), _disable_current_modes():
             halo = call.exchanger.transfer(x, call.transfer, call.tag)
-        call.record.halos.append(halo)
+        call.record.halos[call.index] = halo
         call.record.open_nodes += any(ctx.needs_input_grad)
         return halo.clone()
 

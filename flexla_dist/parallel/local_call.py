@@ -204,7 +204,7 @@ class LocalCall:
             state[self.rows.whole_end] = leaving[self.rows.end]
         if self.finals == "broadcast":
             states = self.sum_over_ranks(states, self.tag)
-            self.record.finals.append(tuple(t.clone() for t in states))
+            self.record.finals[self.index] = tuple(t.clone() for t in states)
         return states
 
     def grad_exit(self, entry: States, grad_finals: States) -> States:

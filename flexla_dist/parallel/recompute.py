@@ -63,8 +63,8 @@ class CallRecord:
     """What one call of a sharded layer received.
 
     wanted says for every exchange whether any rank wants a gradient; halos, states and finals hold
-    the tensors received. shape and fingerprint identify the call's input. open_nodes counts the
-    autograd nodes that have not run backward.
+    what they received, by exchange. shape and fingerprint identify the call's input. open_nodes
+    counts the autograd nodes that have not run backward.
     """
 
     plan: SequencePlan
@@ -72,9 +72,9 @@ class CallRecord:
     shape: tuple[int, ...]
     fingerprint: Tensor | None
     wanted: list[bool] = field(default_factory=list)
-    halos: list[Tensor] = field(default_factory=list)
-    states: list[tuple[Tensor, ...]] = field(default_factory=list)
-    finals: list[tuple[Tensor, ...]] = field(default_factory=list)
+    halos: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    finals: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     open_nodes: int = 0
 
     def same_contents(self, other: CallRecord) -> bool:
@@ -91,8 +91,8 @@ class CallRecord:
         )
 
     def _tensors(self) -> list[Tensor]:
-        grouped = [*self.states, *self.finals]
-        return [*self.halos, *(tensor for group in grouped for tensor in group)]
+        grouped = [*self.states.values(), *self.finals.values()]
+        return [*self.halos.values(), *(tensor for group in grouped for tensor in group)]
 
 
 class CallRecords:

@@ -34,8 +34,9 @@ def shard_sequence(
 ) -> Tensor:
     """This rank's part of a whole sequence that every rank holds, cut along `dim`.
 
-    The first calls, and every 101st, compare a hash of x over the ranks. lengths: tokens of every rank; by default those of the `sequence_context`, else as even
-    as can be. Outside of a context, sharded layers take what was cut last as their plan.
+    The first calls, and every 101st, compare a hash of x over the ranks. lengths: tokens of every
+    rank; by default those of the `sequence_context`, else as even as can be. Outside of a context,
+    sharded layers take what was cut last as their plan.
     Differentiable: the gradient is zero outside the part. Raises ShardingError for lengths that do
     not fit, RankMismatch when the ranks hold different sequences.
     """

@@ -131,7 +131,7 @@ class SequenceExchange:
         self._record = record
         self._replay = replay
         self._device = device
-        self._halos = self._attends = self._exchanges = 0
+        self._exchanges = 0
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -168,9 +168,8 @@ class SequenceExchange:
         if not transfer.pieces:
             return x.new_zeros(x.shape[0], width, *x.shape[2:])
         call = HaloCall(
-            site.exchanger, transfer, site.tag(record, index), record, self._halos, self._replay
+            site.exchanger, transfer, site.tag(record, index), record, index, self._replay
         )
-        self._halos += 1
         return ShardedHalo.apply(call, _anchor(x, record.wanted[index]), x)
 
     halo = convolve_halo
@@ -219,12 +218,11 @@ class SequenceExchange:
             exchanger=site.exchanger if site.runtime.size > 1 else None,
             tag=site.tag(record, index),
             record=record,
-            index=self._attends,
+            index=index,
             replay=self._replay,
             finals=finals,
             blanks=site.blanks,
         )
-        self._attends += 1
         anchor = _anchor(tensors[0], record.wanted[index])
         output, *states = ShardedAttend.apply(call, anchor, *tensors)
         if finals == "none":

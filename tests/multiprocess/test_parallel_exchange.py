@@ -19,7 +19,14 @@ from torch.utils.checkpoint import (
 from flexla_dist.comm.channel import Channel
 from flexla_dist.errors import DoubleBackwardError, RecomputeError
 from flexla_dist.layers import LayerConfig, LinearAttentionLayer
-from flexla_dist.parallel import SequenceParallelLA, sequence_context, shard_sequence
+from flexla_dist.ops.op import compile
+from flexla_dist.parallel import (
+    SequenceExchange,
+    SequenceParallelLA,
+    sequence_context,
+    shard_sequence,
+)
+from flexla_dist.spec.variants.registry import get_variant
 from flexla_dist.testing.ranks import run_ranks
 
 PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op")
@@ -291,3 +298,69 @@ def test_refused_by_name(program: Callable, error: type[Exception], words: str) 
         assert result is not None
         assert result.type == error.__name__ or error.__name__ in result.message
         assert words in result.message
+
+
+# -- layers with several exchanges ------------------------------------------------------------
+
+
+class TwoOperators(torch.nn.Module):
+    """The final state of a first operator, known to all ranks, enters a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.op = compile(get_variant("simple_gla"), chunk_size=4)
+        self.project = torch.nn.Linear(WIDTH, 3 * WIDTH + 2).double()
+
+    def forward(self, x: Tensor, exchange: SequenceExchange | None = None) -> Tensor:
+        width = 2
+        before = x.new_zeros(1, width, WIDTH) if exchange is None else exchange.halo(x, width)
+        x = x + torch.cat([before, x], 1)[:, :-width]
+        q, k, v, g = self.project(x).split([WIDTH, WIDTH, WIDTH, 2], -1)
+        heads = {"q": q, "k": k, "v": v}
+        inputs = {name: t.unflatten(-1, (2, -1)) for name, t in heads.items()}
+        inputs["g"] = torch.nn.functional.logsigmoid(g)
+        if exchange is None:
+            first, state = self.op(**inputs, scale=0.5, output_final_state=True)
+            return (first + self.op(**inputs, scale=0.5, initial_state=state)[0]).flatten(-2)
+        scalars = {"scale": 0.5}
+        first, state = exchange.attend(self.op, inputs, {}, scalars, output_final_state="broadcast")
+        second = exchange.attend(self.op, inputs, {}, scalars, initial_state=state)
+        return (first + second).flatten(-2)
+
+
+def several_exchanges(rank: int, world: int, recompute: bool) -> tuple[Tensor, Tensor]:
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    layer = SequenceParallelLA(TwoOperators(), group=group, timeout=20.0)
+    x = shard_sequence(tokens(11), group, lengths=(3, 1, 0, 7)).requires_grad_()
+    y = plainly(layer, x) if recompute else layer(x)
+    y.square().sum().backward()
+    assert x.grad is not None and layer.project.weight.grad is not None
+    return x.grad, layer.project.weight.grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_several_exchanges_in_one_layer(recompute: bool) -> None:
+    results = run_ranks(several_exchanges, 4, recompute, preload=PRELOAD)
+    torch.manual_seed(0)
+    layer, x = TwoOperators(), tokens(11).requires_grad_()
+    layer(x).square().sum().backward()
+    assert x.grad is not None and layer.project.weight.grad is not None
+    close(torch.cat([grad for grad, _ in results], 1), x.grad)
+    close(torch.stack([grad for _, grad in results]).sum(0), layer.project.weight.grad)
+
+
+def unfreeze(rank: int, world: int) -> list[bool]:
+    """Frozen at first, then trained: all ranks find out at once."""
+    group = dist.group.WORLD
+    layer = sharded_layer().requires_grad_(False)
+    x = shard_sequence(tokens(9), group)
+    found = [layer(x).requires_grad]
+    layer.requires_grad_(True)
+    output = layer(x)
+    output.sum().backward()
+    return [*found, output.requires_grad, layer.qkv.weight.grad is not None]
+
+
+def test_a_layer_may_be_unfrozen() -> None:
+    assert run_ranks(unfreeze, 3, preload=PRELOAD) == [[False, True, True]] * 3
