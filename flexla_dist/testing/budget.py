@@ -75,18 +75,16 @@ def measure(
         AssertionError: shapes differ.
     """
     assert got.shape == want.shape, f"shape {list(got.shape)}, expected {list(want.shape)}"
-    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    got, want = got.detach().double(), want.detach().double()
     if want.numel() == 0:
         return ErrorReport(0.0, 0.0, 0)
-    error = got - want
+    error = got.to(want.device) - want
     total = _rms(want)
     ratio = _relative(_rms(error), total)
     if dim is None or want.ndim == 0:
         return ErrorReport(ratio, ratio, 0)
-    chunks = [
-        _relative(_rms(e), max(_rms(w), 0.1 * total))
-        for e, w in zip(error.split(chunk, dim), want.split(chunk, dim), strict=True)
-    ]
+    sizes = zip(_chunk_rms(error, dim, chunk), _chunk_rms(want, dim, chunk), strict=True)
+    chunks = [_relative(e, max(w, 0.1 * total)) for e, w in sizes]
     worst = max(range(len(chunks)), key=lambda i: (chunks[i] != chunks[i], chunks[i]))
     return ErrorReport(ratio, chunks[worst], worst)
 
@@ -112,6 +110,17 @@ def check(
 def _rms(x: Tensor) -> float:
     """Root mean square; infinity when a value is not finite."""
     return x.square().mean().sqrt().item() if bool(x.isfinite().all()) else float("inf")
+
+
+def _chunk_rms(x: Tensor, dim: int, chunk: int) -> list[float]:
+    """Root mean square of every run of `chunk` along `dim`; infinity as in `_rms`."""
+    squares = x.square().movedim(dim, 0).flatten(1)
+    rows = torch.where(squares.isfinite().all(1), squares.sum(1), torch.inf)
+    width = squares.shape[1]
+    lengths = torch.tensor([len(part) for part in rows.split(chunk)], dtype=torch.float64)
+    padded = rows.new_zeros(len(lengths), chunk)
+    padded.view(-1)[: len(rows)] = rows
+    return (padded.sum(1).cpu() / (lengths * width)).sqrt().tolist()
 
 
 def _relative(error: float, size: float) -> float:

@@ -1,7 +1,7 @@
 """Seeded inputs for any spec, with different gates in every head.
 
-Contract: the same arguments give the same numbers on every machine (drawn in float64 on the CPU,
-then cast). Values are chosen by what a spec declares and, for the usual names, by what keeps it
+Contract: the same arguments give the same numbers on every machine (drawn in float64 on the CPU
+unless a device is named, then cast). Values are chosen by what a spec declares and, for the usual names, by what keeps it
 stable.
 """
 
@@ -71,6 +71,7 @@ def make_inputs(
     gate_scale: float = 1.0,
     seed: int = 0,
     requires_grad: bool = True,
+    device: torch.device | str = "cpu",
 ) -> CallInputs:
     """Inputs, parameters, scalars and a non-zero initial state for one call of `spec`.
 
@@ -83,12 +84,13 @@ def make_inputs(
         gate_scale: multiplies declared log decays.
         seed: seed of the generator.
         requires_grad: make leaves that want gradients.
+        device: where the numbers are drawn and stay.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     known = {**DEFAULT_SIZES, **(sizes or {}), "1": 1}
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device=device)
 
     inputs = {}
     for name, item in spec.input_specs.items():
@@ -127,11 +129,11 @@ def _shape_input(
 ) -> Tensor:
     count = noise.shape[2]
     if name == "g" and spec.name == "retention":
-        return retention.head_decay(count).double().expand(noise.shape).clone() * gate_scale
+        return retention.head_decay(count).to(noise).expand(noise.shape).clone() * gate_scale
     if name == "g" and spec.name == "lightning":
-        return lightning.head_decay(count, 1, 4).double().expand(noise.shape).clone() * gate_scale
+        return lightning.head_decay(count, 1, 4).to(noise).expand(noise.shape).clone() * gate_scale
     if log_decay:
-        head = torch.linspace(0.0, 4.0, count, dtype=torch.float64)
+        head = torch.linspace(0.0, 4.0, count, dtype=torch.float64, device=noise.device)
         return logsigmoid(noise + head.view(-1, *(1,) * (noise.ndim - 3))) * gate_scale
     if name == "beta":
         return noise.sigmoid()

@@ -25,6 +25,7 @@ from flexla_dist.compiler.executor.summary import Summary
 from flexla_dist.compiler.pipeline import Graphs
 
 SLAB_NUMBERS = 1 << 18  # numbers of one [.., C, K] value in a slab: 1 MiB in float32
+GPU_SLAB_NUMBERS = 1 << 22  # launches, not caches, are what a small slab costs there
 
 
 class TorchExecutor:
@@ -112,7 +113,8 @@ def _slab_size(problem: Problem) -> int:
     layout = problem.layout
     width = max((layout.chunk_size, *problem.sizes.values()))
     per_chunk = layout.batch * problem.heads * layout.chunk_size * width
-    return max(1, SLAB_NUMBERS // max(per_chunk, 1))
+    numbers = SLAB_NUMBERS if problem.device.type == "cpu" else GPU_SLAB_NUMBERS
+    return max(1, numbers // max(per_chunk, 1))
 
 
 def _slabs(problem: Problem, chunks: range) -> Iterator[Slab]:

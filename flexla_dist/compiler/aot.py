@@ -1,0 +1,284 @@
+"""Compiles the kernels of a call without running it, on a machine with or without a GPU.
+
+Contract: `record_launches` runs the triton executor on tensors without memory and notes every launch that a
+real call of those shapes makes: function, argument types, constants, options. Compiling them through Triton's
+own argument binder gives the cache entries that the call itself looks up, so kernels made ahead with the same
+Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR` are found there. Nothing is launched.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from flexla_dist.compiler.executor.bind import bind
+from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor, interpreting
+from flexla_dist.compiler.pipeline import Graphs
+from flexla_dist.errors import ExecutorError
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
+
+DIRECTIONS = ("forward", "backward")
+Target = tuple[str, int | str] | tuple[str, int | str, int]
+
+
+@dataclass(frozen=True)
+class CompiledInfo:
+    """One compiled kernel: registers a thread, stack (spilled) bytes a thread, shared bytes a block.
+
+    `regs` and `stack_bytes` are None where the target's tools do not tell.
+    """
+
+    kernel: str
+    direction: str
+    warps: int
+    stages: int
+    regs: int | None
+    stack_bytes: int | None
+    shared_bytes: int
+    tiles: Mapping[str, int]
+
+    def __str__(self) -> str:
+        tiles = " ".join(
+            f"{name.removeprefix('tile_')}={size}" for name, size in self.tiles.items()
+        )
+        return (
+            f"{self.kernel:44s} {tiles:20s} warps {self.warps} stages {self.stages} "
+            f"regs {self.regs} stack {self.stack_bytes} shared {self.shared_bytes}"
+        )
+
+
+@dataclass(frozen=True)
+class LaunchRecord:
+    """One launch to compile; equal keys compile to the same binary."""
+
+    direction: str
+    kernel: str
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    key: str
+
+
+class _Noted:
+    """Stands for a kernel's function: notes launches instead of running them."""
+
+    def __init__(self, owner: _RecordingExecutor, direction: str, built: Built):
+        self.owner, self.direction, self.built = owner, direction, built
+
+    def __getitem__(self, grid: Sequence[int]) -> Any:
+        return self._note
+
+    def _note(self, *arguments: Any, **keywords: Any) -> None:
+        function = self.built.function
+        kinds = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in arguments]
+        key = f"{function.module}:{self.built.emitted.name} {kinds} {sorted(keywords.items())}"
+        self.owner.records.append(
+            LaunchRecord(
+                self.direction, self.built.emitted.name, function, arguments, keywords, key
+            )
+        )
+
+
+class _RecordingExecutor(TritonExecutor):
+    def __init__(self, graphs: Graphs):
+        super().__init__(graphs)
+        self.records: list[LaunchRecord] = []
+
+    def built(self, direction: str, uneven: frozenset[str]) -> tuple[Built, ...]:  # type: ignore[override]
+        return tuple(
+            Built(b.kernel, b.emitted, _Noted(self, direction, b))
+            for b in TritonExecutor.built(self, direction, uneven)
+        )
+
+
+def describe_call(
+    graphs: Graphs,
+    *,
+    batch: int = 1,
+    tokens: int = 4096,
+    heads: int = 1,
+    value_heads: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cu_seqlens: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+) -> Problem:
+    """A call described by tensors without memory (device "meta").
+
+    Args:
+        graphs: a compiled spec.
+        batch, tokens, heads, value_heads: B, T, H of head groups, HV of all else (default H).
+        sizes: sizes of the named dims; 64 for those left out.
+        dtype: dtype of the inputs; parameters are float32.
+        cu_seqlens: document bounds of a packed call.
+        chunk_size: as for `flexla_dist.compile`.
+    """
+    spec = graphs.spec
+    value_heads = heads if value_heads is None else value_heads
+
+    def size(dim: str) -> int:
+        return 1 if dim == UNIT_DIM else (sizes or {}).get(dim, 64)
+
+    def tensor(kind: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=kind, device="meta")
+
+    inputs = {
+        name: tensor(
+            dtype,
+            batch,
+            tokens,
+            value_heads if item.group is None else heads,
+            *(size(dim) for dim in item.dims if dim != TOKEN_DIM),
+        )
+        for name, item in spec.input_specs.items()
+    }
+    params = {
+        name: tensor(torch.float32, value_heads, *(size(dim) for dim in item.dims))
+        for name, item in spec.param_specs.items()
+    }
+    scalars = {name: 1.0 if value is None else value for name, value in spec.scalars.items()}
+    return bind(spec, inputs, params, scalars, cu_seqlens, chunk_size)
+
+
+def record_launches(
+    graphs: Graphs, problem: Problem, directions: Sequence[str] = DIRECTIONS
+) -> list[LaunchRecord]:
+    """The launches of a call in order; `problem` may have tensors without memory.
+
+    Raises:
+        ExecutorError: the executor refuses the spec or its sizes, or Triton interprets here.
+    """
+    if interpreting():
+        raise ExecutorError(
+            "kernels cannot be compiled while Triton interprets them; unset TRITON_INTERPRET "
+            "before Python starts"
+        )
+    executor = _RecordingExecutor(graphs)
+    entry = problem.zero_state()
+    result = None
+    for direction in directions:
+        if direction == "forward":
+            result = executor.forward(problem, entry)
+        elif direction == "backward":
+            saved = () if result is None else result.saved
+            output = torch.empty(
+                problem.output_shape(), dtype=problem.output_dtype, device=problem.device
+            )
+            executor.backward(problem, saved, entry, output, entry)
+        else:
+            raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
+    return executor.records
+
+
+def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> CompiledInfo:
+    """Compile one recorded launch for a target such as `("cuda", 90)` or `("hip", "gfx942")`.
+
+    On targets without TF32 the dot policy becomes "ieee". Raises what Triton raises.
+    """
+    kind, arch = target[0], target[1]
+    warp = target[2] if len(target) == 3 else (64 if kind == "hip" else 32)  # type: ignore[misc]
+    backend = make_backend(GPUTarget(kind, arch, warp))
+    function = launch.function
+    keywords = dict(launch.keywords)
+    if kind != "cuda" and "MODE" in keywords:
+        keywords["MODE"] = "ieee"
+    keywords |= {"debug": function.debug or False, "instrumentation_mode": ""}
+    binder = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, options = binder(*launch.arguments, **keywords)
+    options, signature, constants, attributes = function._pack_args(
+        backend, keywords, bound, specialization, options
+    )
+    source = ASTSource(function, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget(kind, arch, warp), options=options.__dict__)
+    regs, stack = _resources(compiled.asm["cubin"]) if kind == "cuda" else (None, None)
+    return CompiledInfo(
+        launch.kernel,
+        launch.direction,
+        options.num_warps,
+        options.num_stages,
+        regs,
+        stack,
+        compiled.metadata.shared,
+        {name: size for name, size in keywords.items() if name.startswith("tile_")},
+    )
+
+
+def compile_ahead(
+    graphs: Graphs,
+    *,
+    batch: int = 1,
+    tokens: int = 4096,
+    heads: int = 1,
+    value_heads: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    cu_seqlens: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    directions: Sequence[str] = DIRECTIONS,
+    target: Target = ("cuda", 90),
+    jobs: int = 1,
+) -> list[CompiledInfo]:
+    """Compile every kernel that a call of these shapes launches; T matters only up to a chunk.
+
+    Args:
+        graphs: a compiled spec (`op.graphs`).
+        batch, tokens, heads, value_heads, sizes, dtype, cu_seqlens, chunk_size: see
+            `describe_call`.
+        directions: of `forward` and `backward`.
+        target: `("cuda", 90)`, `("hip", "gfx942")`, with the warp size as an optional third.
+        jobs: processes that compile side by side; more than one forks this process, which must not
+            have used CUDA yet.
+
+    Returns:
+        One entry for each distinct kernel, in launch order.
+
+    Raises:
+        ExecutorError: what the executor cannot run, or a kernel that does not compile (its name,
+            Triton's message).
+    """
+    problem = describe_call(
+        graphs,
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        value_heads=value_heads,
+        sizes=sizes,
+        dtype=dtype,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+    )
+    launches = list({x.key: x for x in record_launches(graphs, problem, directions)}.values())
+    from flexla_dist.compiler.aot_pool import CompilePool
+
+    with CompilePool(launches, target, jobs) as pool:
+        results = pool.wait(launches)
+    failed = [x for x in results if isinstance(x, str)]
+    if failed:
+        raise ExecutorError(f"{graphs.spec.name}: {failed[0]}")
+    return [x for x in results if isinstance(x, CompiledInfo)]
+
+
+def _resources(cubin: bytes) -> tuple[int | None, int | None]:
+    """Registers and stack bytes a thread, read from the binary by Triton's own cuobjdump."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [tool, "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    found = re.search(r"REG:(\d+).*?STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (None, None)
