@@ -11,7 +11,8 @@ from .sharding import PRELOAD, SPECS, STRATEGIES, Case, errors, run_shards
 BOUND = 1e-10
 
 # Shards of each number of ranks, unequal and with empty ones, and documents of the same row: empty
-# ones, ones that end exactly on a cut, cover a shard, or span more than two ranks.
+# ones, ones that end exactly on a cut, cover a shard, or span more than two ranks; and a new one
+# crossing every cut.
 SHARDS = {
     2: ((9, 4), (6, 6)),
     3: ((5, 0, 8), (4, 4, 4)),
@@ -20,9 +21,9 @@ SHARDS = {
 }
 DOCUMENTS = {
     2: ((0, 2, 9, 9, 13), (0, 3, 12)),
-    3: ((0, 2, 2, 11, 13, 13), (0, 4, 8, 12)),
-    4: ((0, 0, 3, 12, 14), (0, 3, 9, 12)),
-    5: ((0, 5, 6, 12, 12), (0, 1, 10, 10, 13)),
+    3: ((0, 2, 2, 11, 13, 13), (0, 3, 5, 5, 7, 10, 12)),
+    4: ((0, 0, 3, 12, 14), (0, 2, 5, 8, 12)),
+    5: ((0, 5, 6, 12, 12), (0, 1, 4, 6, 9, 13)),
 }
 
 
@@ -33,7 +34,7 @@ def layouts(ranks: int) -> list[dict]:
         {"lengths": uneven, "batch": 2},
         {"lengths": uneven, "documents": DOCUMENTS[ranks][0], "final": "broadcast"},
         {"lengths": even, "initial": False, "final": "none"},
-        {"lengths": even, "documents": DOCUMENTS[ranks][1]},
+        {"lengths": even, "documents": DOCUMENTS[ranks][1], "initial": False},
     ]
 
 
