@@ -26,9 +26,7 @@ from flexla_dist.compiler.partition import LEVELS
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
 from flexla_dist.spec.spec import LinearAttentionSpec
 
-HEAVY = frozenset(
-    {ops.unit_tril_inverse, ops.decay_scores, ops.decay_rows, ops.decay_cols}
-)
+HEAVY = frozenset({ops.unit_tril_inverse, ops.decay_scores, ops.decay_rows, ops.decay_cols})
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
 _FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
@@ -229,8 +227,10 @@ def contracts(cell: Cell, column: str) -> bool:
         if node.target in (ops.total, ops.amax, ops.cumsum, ops.select):
             if node.args[0].meta["dims"][node.kwargs["dim"]] == column:
                 return True
-        if node.target in (ops.decay_scores,) and node.meta["dims"] and (
-            node.args[0].meta["dims"][1] == column
+        if (
+            node.target in (ops.decay_scores,)
+            and node.meta["dims"]
+            and (node.args[0].meta["dims"][1] == column)
         ):
             return True
     return False
@@ -252,9 +252,7 @@ def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
     return Schedule(tuple(scheduler.kernels), column, contracts(cell, column))
 
 
-def schedule_backward(
-    spec: LinearAttentionSpec, cell: Cell, forward: Cell
-) -> Schedule:
+def schedule_backward(spec: LinearAttentionSpec, cell: Cell, forward: Cell) -> Schedule:
     """Kernels of the backward pass; the cell has `next_<s>`, `prev_<s>` and `grad_<x>`."""
     scheduler = _Scheduler(spec, cell)
     outputs = cell.outputs
@@ -268,9 +266,7 @@ def schedule_backward(
     }
     needed = scheduler.body_of([*gradients.values(), *previous.values()])[1]
     if any(node in needed for node in states.values()):
-        scheduler.add_loop(
-            "scan", {node: outputs[f"next_{name}"] for name, node in states.items()}
-        )
+        scheduler.add_loop("scan", {node: outputs[f"next_{name}"] for name, node in states.items()})
     if previous:
         scheduler.add_loop("reverse", previous)
     scheduler.add_chunks("gradients", [], gradients)

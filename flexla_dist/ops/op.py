@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.bind import bind
 from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.torch_executor import TorchExecutor
+from flexla_dist.compiler.executor.registry import default_executor, make_executor
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
-from flexla_dist.errors import ArgumentError, ArgumentTypeError, ExecutorError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.ops.autograd import Call, Executor, LocalAttention
 from flexla_dist.ops.check import check_spec
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.spec import LinearAttentionSpec
 
-EXECUTORS = {"torch": TorchExecutor}
 State = Tensor | tuple[Tensor, ...]
 
 
@@ -58,19 +58,14 @@ class LinearAttentionOp:
         kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
         return f"LinearAttentionOp({self.spec.name}, M = {{{kinds}}})"
 
-    def executor(self, name: str | None = None) -> Executor:
-        """The executor called `name`, or the default one.
+    def executor(self, name: str | None = None, device: torch.device | None = None) -> Executor:
+        """The executor called `name`, else the operator's default, else that of the device.
 
         Raises ExecutorError for an unknown name, listing those that exist.
         """
-        name = name or self._default or "torch"
-        if name not in EXECUTORS:
-            raise ExecutorError(
-                f"executor {name!r} does not exist{nearest(name, EXECUTORS)}; "
-                f"expected one of: {', '.join(EXECUTORS)}"
-            )
+        name = name or self._default or default_executor(device)
         if name not in self._executors:
-            self._executors[name] = EXECUTORS[name](self.graphs)
+            self._executors[name] = make_executor(name, self.graphs)
         return self._executors[name]
 
     def bind(
@@ -112,7 +107,7 @@ class LinearAttentionOp:
         """
         inputs, params, scalars = self._sort(arguments)
         problem = self.bind(inputs, params, scalars, cu_seqlens)
-        chosen = self.executor(executor)
+        chosen = self.executor(executor, problem.device)
         output, exit_state = run_local(chosen, problem, initial_state)
         layout = problem.layout
         self.last_plan = Plan(
@@ -144,7 +139,7 @@ class LinearAttentionOp:
                     f"T = {x.shape[1]}; call the operator itself for a whole prompt"
                 )
         problem = self.bind(inputs, params, scalars)
-        return run_local(self.executor(executor), problem, state)
+        return run_local(self.executor(executor, problem.device), problem, state)
 
     def _sort(
         self, arguments: Mapping[str, Any]

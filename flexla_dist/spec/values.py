@@ -12,6 +12,8 @@ from typing import Any
 from flexla_dist.errors import SpecError
 from flexla_dist.shapes import nearest
 
+_MAPPING_METHODS = frozenset({"get", "items", "keys", "values"})
+
 
 class Values(Mapping[str, Any]):
     """Named values of a stage, readable as attributes and as items.
@@ -32,9 +34,14 @@ class Values(Mapping[str, Any]):
         object.__setattr__(self, "_kind", kind)
         object.__setattr__(self, "_fail", fail)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return object.__getattribute__(self, name)
+        values = object.__getattribute__(self, "_values")
+        if name in values:  # first, so that a value may be called `keys` or `items`
+            return values[name]
+        if name in _MAPPING_METHODS:
+            return object.__getattribute__(self, name)
         return self[name]
 
     def __getitem__(self, name: str) -> Any:

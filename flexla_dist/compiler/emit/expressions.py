@@ -145,7 +145,9 @@ class Expressions:
         """Append one node."""
         dims = node.meta["dims"]
         if len(dims) > 2:
-            raise self.error(node, f"a value with dims {format_dims(dims)}; tiles have at most two dims")
+            raise self.error(
+                node, f"a value with dims {format_dims(dims)}; tiles have at most two dims"
+            )
         fn: Any = node.target
         if fn in _UNARY:
             tile = self._unary(node)
@@ -243,7 +245,9 @@ def _squeeze(e: Expressions, node: fx.Node) -> Tile:
         return _renamed(e, node)
     axis = int(node.kwargs["dim"]) + 2  # type: ignore[arg-type]
     return e.define(
-        node, f"tl.sum({e.wide(node.args[0])}, axis={axis})", e.tiles[node.args[0]].zero  # type: ignore[index]
+        node,
+        f"tl.sum({e.wide(node.args[0])}, axis={axis})",
+        e.tiles[node.args[0]].zero,  # type: ignore[index]
     )
 
 
@@ -337,7 +341,9 @@ def _reduce(e: Expressions, node: fx.Node) -> Tile:
     others = [dim for i, dim in enumerate(tile.dims) if i != axis]
     name = "tl.sum" if is_sum else "tl.max"
     if all(dim == UNIT_DIM for dim in others):
-        return e.define(node, f"{name}({text})" if rank == 1 else f"{name}({name}({text}, axis=1), axis=0)")
+        return e.define(
+            node, f"{name}({text})" if rank == 1 else f"{name}({name}({text}, axis=1), axis=0)"
+        )
     return e.define(node, f"{name}({text}, axis={axis})", tile.zero if is_sum else frozenset())
 
 

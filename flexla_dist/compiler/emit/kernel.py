@@ -66,6 +66,7 @@ class _Emitter:
         self.dims = self._all_dims()
         self.column = schedule.column
         self.loop = kernel.kind != "chunk"
+        self.inside = frozenset(kernel.body)
 
     # -- facts --------------------------------------------------------------------------------
 
@@ -127,9 +128,9 @@ class _Emitter:
                 self._loop_text()
             else:
                 self._chunk_position()
-                self._load_all(self.kernel.loads)
-                self._compute()
-                self._store_results()
+                for name, node in self.kernel.stores.items():
+                    self._need(node)
+                    self._store_result(name, node)
         return w.text()
 
     def _describe(self) -> str:
@@ -199,8 +200,9 @@ class _Emitter:
             w.line("count = chunks_per_lane.to(tl.int64)")
             w.line("first_token = document * T")
             w.line("tokens = T.to(tl.int64)")
-        outside = [n for n in self.kernel.loads if self._is_fixed(n)]
-        self._load_all(outside)
+        for node in self.kernel.loads:
+            if self._is_fixed(node):
+                self._load(node)
         for node in self.kernel.carried:
             self._load_carried(node)
         with w.block("for step in range(0, count):"):
@@ -211,8 +213,8 @@ class _Emitter:
             w.line("length = tl.minimum(tokens - at * tile_C, tile_C).to(tl.int32)")
             for node in self.kernel.carried:
                 self._store_state(node)
-            self._load_all([n for n in self.kernel.loads if not self._is_fixed(n)])
-            self._compute()
+            for following in self.kernel.carried.values():
+                self._need(following)
             for node, following in self.kernel.carried.items():
                 carried = self.expressions.tile(node).name
                 w.line(f"{carried} = {self.expressions.wide(following)}")
@@ -223,10 +225,6 @@ class _Emitter:
         return node.op == "placeholder" and node.meta["role"] in ("param", "scalar", "sizes")
 
     # -- loads --------------------------------------------------------------------------------
-
-    def _load_all(self, nodes: tuple[fx.Node, ...] | list[fx.Node]) -> None:
-        for node in nodes:
-            self._load(node)
 
     def _load(self, node: fx.Node) -> None:
         role = node.meta["role"] if node.op == "placeholder" else "value"
@@ -314,8 +312,30 @@ class _Emitter:
 
     # -- computing ----------------------------------------------------------------------------
 
-    def _compute(self) -> None:
-        for node in self.kernel.body:
+    def _need(self, root: fx.Node) -> None:
+        """Emit what a node needs, depth first, and the node: loads stand next to their first use,
+        so that few tiles are alive at a time."""
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in self.expressions.tiles or node.meta.get("role") == "sizes":
+                stack.pop()
+                continue
+            if node not in self.inside:
+                self._load(node)
+                stack.pop()
+                continue
+            missing = [
+                x
+                for x in reversed(node.args)
+                if isinstance(x, fx.Node)
+                and x not in self.expressions.tiles
+                and x.meta.get("role") != "sizes"
+            ]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
             if self._is_padded_load(node):
                 self.expressions.tiles[node] = self.expressions.tile(node.args[1])  # type: ignore[arg-type]
             else:
@@ -364,10 +384,6 @@ class _Emitter:
     def _store(self, address: str, value: str, mask: str) -> None:
         guard = f", mask={mask}" if mask else ""
         self.writer.line(f"tl.store({address}, {value}{guard})")
-
-    def _store_results(self) -> None:
-        for name, node in self.kernel.stores.items():
-            self._store_result(name, node)
 
     def _store_result(self, name: str, node: fx.Node) -> None:
         dims = node.meta["dims"]

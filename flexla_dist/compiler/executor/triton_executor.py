@@ -20,7 +20,9 @@ from torch import Tensor, fx
 from flexla_dist.compiler.build import load_module, module_text
 from flexla_dist.compiler.emit.kernel import Emitted, emit_kernel
 from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.torch_executor import ForwardResult, Gradients
+from flexla_dist.compiler.executor.element import SpanMap
+from flexla_dist.compiler.executor.results import ForwardResult, Gradients
+from flexla_dist.compiler.executor.torch_executor import TorchExecutor
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.pipeline import GRAD_OUTPUT, Graphs
 from flexla_dist.compiler.schedule import (
@@ -100,6 +102,7 @@ class TritonExecutor:
                 "carries plain states only"
             )
         self.state_names = tuple(self.spec.state_dims)
+        self._batched = TorchExecutor(graphs)
 
     # -- kernels ------------------------------------------------------------------------------
 
@@ -111,9 +114,7 @@ class TritonExecutor:
     @functools.cached_property
     def backward_schedule(self) -> Schedule:
         """Kernels of the backward pass."""
-        return schedule_backward(
-            self.spec, self.graphs.kernel_backward, self.graphs.kernel_forward
-        )
+        return schedule_backward(self.spec, self.graphs.kernel_backward, self.graphs.kernel_forward)
 
     @functools.cache  # noqa: B019
     def source(self, direction: str, uneven: frozenset[str]) -> tuple[str, tuple[Emitted, ...]]:
@@ -164,6 +165,17 @@ class TritonExecutor:
         inputs = {name: run.input_gradient(name) for name in problem.inputs}
         params = {name: run.param_gradient(name) for name in problem.params}
         return Gradients(inputs, params, run.leaving("grad_next"))
+
+    def summary(self, problem: Problem, sequence: int) -> SpanMap:
+        """M and S_hat of one document, by batched operations on the device."""
+        return self._batched.summary(problem, sequence)
+
+    def adjoint_summary(
+        self, problem: Problem, saved: States, entry: States, grad_output: Tensor, sequence: int
+    ) -> SpanMap:
+        """M transposed and G_hat of one document, by batched operations on the device."""
+        starts = saved or self._batched.forward(problem, entry).saved
+        return self._batched.adjoint_summary(problem, starts, entry, grad_output, sequence)
 
 
 class _Run:
