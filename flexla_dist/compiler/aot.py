@@ -1,9 +1,10 @@
 """Compiles the kernels of a call without running it, on a machine with or without a GPU.
 
-Contract: `record_launches` runs the triton executor on tensors without memory and notes every launch that a
-real call of those shapes makes: function, argument types, constants, options. Compiling them through Triton's
-own argument binder gives the cache entries that the call itself looks up, so kernels made ahead with the same
-Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR` are found there. Nothing is launched.
+Contract: `record_launches` runs the triton executor on tensors without memory and notes every
+launch that a real call of those shapes makes: function, argument types, constants, options.
+Compiling them through Triton's own argument binder gives the cache entries that the call itself
+looks up, so kernels made ahead with the same Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR`
+are found there. Nothing is launched.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Target = tuple[str, int | str] | tuple[str, int | str, int]
 
 @dataclass(frozen=True)
 class CompiledInfo:
-    """One compiled kernel: registers a thread, stack (spilled) bytes a thread, shared bytes a block.
+    """One compiled kernel: registers and stack (spilled) bytes a thread, shared bytes a block.
 
     `regs` and `stack_bytes` are None where the target's tools do not tell.
     """
@@ -240,8 +241,7 @@ def compile_ahead(
             `describe_call`.
         directions: of `forward` and `backward`.
         target: `("cuda", 90)`, `("hip", "gfx942")`, with the warp size as an optional third.
-        jobs: processes that compile side by side; more than one forks this process, which must not
-            have used CUDA yet.
+        jobs: forked processes that compile side by side.
 
     Returns:
         One entry for each distinct kernel, in launch order.

@@ -1,8 +1,8 @@
 """Forked processes that compile recorded launches side by side, in order.
 
-Contract: the pool forks when it is made, before its parent uses CUDA, so that functions need not be pickled;
-workers take launches in the order given, and `wait` returns when those asked for are done. A failed kernel is
-a message, not an exception; a worker that dies is an error, never a wait without end.
+Contract: the pool forks when it is made, so that functions need not be pickled; workers never use
+CUDA, take launches in the order given, and `wait` returns when those asked for are done. A failed
+kernel is a message, not an exception; a worker that dies is an error, never a wait without end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Seeded inputs for any spec, with different gates in every head.
 
 Contract: the same arguments give the same numbers on every machine (drawn in float64 on the CPU
-unless a device is named, then cast). Values are chosen by what a spec declares and, for the usual names, by what keeps it
-stable.
+unless a device is named, then cast). Values are chosen by what a spec declares and, for the usual
+names, by what keeps it stable.
 """
 
 from __future__ import annotations
