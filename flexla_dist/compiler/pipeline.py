@@ -32,6 +32,7 @@ from flexla_dist.compiler.passes.order import BACKWARD_PASSES, FORWARD_PASSES, U
 from flexla_dist.compiler.signs import analyse_signs
 from flexla_dist.compiler.trace.stages import state_argument, trace_spec
 from flexla_dist.compiler.verify import verify_cell
+from flexla_dist.shapes import Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 Passes = Sequence[tuple[str, tuple[Rule, ...]]]
@@ -96,9 +97,9 @@ class Graphs:
 
     @functools.cached_property
     def kernel_forward(self) -> Cell:
-        """Graph of the forward kernels: `output` and `next_<s>`, padding selected in."""
-        names = ["output", *(f"next_{name}" for name in self.spec.state_dims)]
-        return _restrict(self.cell, names)
+        """Graph of the forward kernels: `output`, `next_<s>`, and M by itself: `decay_<s>` where it
+        is elementwise, `map_<s>` (M times the state) where it is dense; padding selected in."""
+        return run_passes(_kernel_forward_cell(self), BACKWARD_PASSES, [])
 
     @functools.cached_property
     def kernel_backward(self) -> Cell:
@@ -207,3 +208,29 @@ def _kernel_backward_cell(spec: LinearAttentionSpec, cell: Cell) -> Cell:
         elif name.startswith("prev_"):
             results[name] = builder.expand(0.0, node.meta["dims"])
     return builder.finish(results)
+
+
+def _kernel_forward_cell(graphs: Graphs) -> Cell:
+    spec = graphs.spec
+    builder = Builder()
+    forward = graphs.cell.copy_into(builder)
+    results: dict[str, fx.Node] = {"output": forward["output"]}  # type: ignore[dict-item]
+    for name, dims in spec.state_dims.items():
+        following: fx.Node = forward[f"next_{name}"]  # type: ignore[assignment]
+        results[f"next_{name}"] = following
+        if graphs.transitions[name].has_matrix:
+            results[f"map_{name}"] = _state_map(builder, name, dims, following)
+        elif graphs.transitions[name].has_decay:
+            results[f"decay_{name}"] = forward[f"decay_{name}"]  # type: ignore[assignment]
+    return builder.finish(results)
+
+
+def _state_map(builder: Builder, name: str, dims: Dims, following: fx.Node) -> fx.Node:
+    """M S without what is added: the transpose of the transpose of `decay_mode` in the state."""
+    state = builder.placeholder(state_argument(name), dims, "state")
+    seed = builder.placeholder(f"grad_next_{name}", dims, "grad_next")
+    transposed = differentiate(builder, [(following, seed)], [state])[state]
+    if transposed is None:
+        return builder.expand(0.0, dims)
+    back = differentiate(builder, [(transposed, state)], [seed])[seed]
+    return back if back is not None else builder.expand(0.0, dims)

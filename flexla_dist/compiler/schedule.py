@@ -34,7 +34,8 @@ _FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: `kind` is chunk, scan or reverse.
+    """One kernel: `kind` is chunk, scan or reverse; decays (a chunk kernel) and map (a scan of M
+    alone) run only when documents are cut into segments.
 
     `loads` are arguments and values of earlier kernels, `body` the nodes to compute in order,
     `stores` the results by name. A scan carries `carried`: argument of the state (or of its
@@ -134,15 +135,30 @@ class _Scheduler:
 
     # -- kernels ------------------------------------------------------------------------------
 
-    def add_loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> None:
-        """A scan; first whatever should be computed before it."""
+    def add_loop(
+        self,
+        kind: str,
+        carried: dict[fx.Node, fx.Node],
+        maps: dict[fx.Node, fx.Node] | None = None,
+        decays: dict[str, fx.Node] | None = None,
+    ) -> None:
+        """A scan; first whatever should be computed before it, and what M is by itself."""
         level = 1 if kind == "scan" else 2
-        self.add_chunks(f"before_{kind}", self.wanted_before_loop(carried.values(), level))
-        body, loads = self.body_of(carried.values())
-        loads = [node for node in loads if node not in carried]
-        self.kernels.append(Kernel(kind, kind, tuple(loads), tuple(body), {}, carried))
+        roots = [*carried.values(), *(maps or {}).values()]
+        self.add_chunks(f"before_{kind}", self.wanted_before_loop(roots, level))
+        if decays:
+            body, loads = self.body_of(decays.values())
+            self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
+        if maps:
+            self.kernels.append(self._loop("map", maps))
+        self.kernels.append(self._loop(kind, carried))
         for node in carried:
             self.stored[node] = None
+
+    def _loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> Kernel:
+        body, loads = self.body_of(carried.values())
+        loads = [node for node in loads if node not in carried]
+        return Kernel(kind, kind, tuple(loads), tuple(body), {}, carried)
 
     def add_chunks(
         self, name: str, values: list[fx.Node], results: dict[str, fx.Node] | None = None
@@ -243,7 +259,13 @@ def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
     states = _states(cell)
     if states:
         carried = {node: outputs[f"next_{name}"] for name, node in states.items()}
-        scheduler.add_loop("scan", carried)
+        maps = {
+            node: outputs[f"map_{name}"]
+            for name, node in states.items()
+            if f"map_{name}" in outputs
+        }
+        decays = {name: node for name, node in outputs.items() if name.startswith("decay_")}
+        scheduler.add_loop("scan", carried, maps, decays)
     heavy = scheduler.heavy_below([outputs["output"]])
     early = [node for node in heavy if scheduler.level[node] == 0]
     scheduler.add_chunks("before_output", early)

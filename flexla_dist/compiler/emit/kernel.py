@@ -65,7 +65,7 @@ class _Emitter:
         self.partial: dict[fx.Node, bool] = {}
         self.dims = self._all_dims()
         self.column = schedule.column
-        self.loop = kernel.kind != "chunk"
+        self.loop = kernel.kind in ("scan", "reverse", "map")
         self.inside = frozenset(kernel.body)
 
     # -- facts --------------------------------------------------------------------------------
@@ -136,6 +136,8 @@ class _Emitter:
     def _describe(self) -> str:
         kinds = {
             "chunk": "One program computes one chunk of one head (and column tile).",
+            "decays": "One program computes the decays of one chunk of one head.",
+            "map": "One program applies the transition M of a span of chunks to a matrix.",
             "scan": "One program carries the state through the chunks of one document and head.",
             "reverse": "One program carries the state's gradient back through the chunks.",
         }
@@ -206,7 +208,7 @@ class _Emitter:
         for node in self.kernel.carried:
             self._load_carried(node)
         with w.block("for step in range(0, count):"):
-            at = "step" if self.kernel.kind == "scan" else "count - 1 - step"
+            at = "count - 1 - step" if self.kernel.kind == "reverse" else "step"
             w.line(f"at = {at}")
             w.line("chunk = first_chunk + at")
             w.line("start = first_token + at * tile_C")

@@ -1,0 +1,124 @@
+"""How kernels are launched: tiles, warps, stages, storage types.
+
+Contract: pure functions of the schedule and the sizes of a call; never of T.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import fx
+
+from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.schedule import HEAVY, Kernel, Schedule
+from flexla_dist.errors import ExecutorError
+from flexla_dist.shapes import UNIT_DIM
+
+MIN_TILE = 16
+MAX_TILE = 256
+DEFAULT_PROCESSORS = 132
+_GATES = {ops.decay_matrix: (0, 1), ops.decay_scan: (0,), ops.decay_scan_reverse: (0,)}
+_VECTOR_GATES = (2, 3)
+LOOPS = ("scan", "reverse", "map")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel runs: column tile, warps, pipeline stages."""
+
+    column_tile: int
+    num_warps: int
+    num_stages: int
+
+
+def interpreting() -> bool:
+    """True when Triton runs its interpreter instead of a device."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest tile that holds `size`."""
+    return max(MIN_TILE, 1 << (size - 1).bit_length())
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a usual number where it is not there."""
+    if device.type != "cuda":
+        return DEFAULT_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dot_mode(dtype: torch.dtype) -> str:
+    """Dot policy for inputs of a dtype."""
+    if interpreting():
+        return "ieee"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "tf32x3"}[dtype]
+
+
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of states and products between kernels."""
+    return torch.float32 if interpreting() else dtype
+
+
+def feeds_gates(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Values that reach an exponential without passing a product: kept in float32."""
+    gates: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node.op != "call_function":
+            continue
+        positions = _GATES.get(node.target, ())  # type: ignore[arg-type, call-overload]
+        if node.target in HEAVY and node.target is not ops.unit_tril_inverse:
+            positions = _VECTOR_GATES
+        if node.target in (ops.exp, ops.expm1):
+            positions = (0,)
+        stops = node.target is ops.matmul or node.target in HEAVY
+        for at, x in enumerate(node.args):
+            if isinstance(x, fx.Node) and (at in positions or (node in gates and not stops)):
+                gates.add(x)
+    return gates
+
+
+def value_dtype(name: str, node: fx.Node, gates: set[fx.Node], dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which a value waits in memory for another kernel."""
+    rank = sum(dim != UNIT_DIM for dim in node.meta["dims"])
+    exact = name.startswith(("grad_", "decay_")) or rank < 2 or node in gates
+    return torch.float32 if exact else storage_dtype(dtype)
+
+
+def check_sizes(problem: Problem, column: str) -> None:
+    """Raise ExecutorError for sizes and types that tiles cannot hold."""
+    for dim, size in problem.sizes.items():
+        if size > MAX_TILE and dim != column:
+            raise ExecutorError(
+                f"{problem.spec.name}: dim {dim} is {size}; the triton executor holds whole dims "
+                f"of at most {MAX_TILE} in a tile. Use executor='torch'"
+            )
+    if problem.compute_dtype == torch.float64:
+        raise ExecutorError(
+            f"{problem.spec.name}: the triton executor computes in float32; "
+            "float64 inputs need executor='torch'"
+        )
+
+
+def configuration(problem: Problem, schedule: Schedule, kernel: Kernel, shrink: int) -> Launch:
+    """Column tile, warps and stages by the kind of kernel and the sizes.
+
+    `shrink` halves the column tile that many times, for devices with less shared memory.
+    """
+    column = problem.size(schedule.column)
+    width = power_of_two(column)
+    whole = [power_of_two(s) for d, s in problem.sizes.items() if d != schedule.column]
+    widest = max(whole, default=MIN_TILE)
+    if schedule.contracts_column:
+        return Launch(width, 8 if width > 64 else 4, 1)
+    wide = problem.output_dtype == torch.float32
+    if kernel.kind in LOOPS:
+        tile = min(width, 32 if widest > 128 or wide else 64)
+        return Launch(max(MIN_TILE, tile >> shrink), 8 if widest > 128 else 4, 2)
+    tile = min(width, 64 if widest > 128 or wide else 128)
+    large = kernel.products > 4 or widest * tile >= 128 * 128
+    stages = 2 if widest <= 64 else 1
+    return Launch(max(MIN_TILE, tile >> shrink), 8 if large else 4, stages)

@@ -1,0 +1,41 @@
+"""Executors by name, and which one a device gets when none is named.
+
+Contract: nothing falls back. An executor that cannot run here is an ExecutorError that says what is missing;
+Triton is imported only when its executor is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexla_dist.compiler.executor.torch_executor import TorchExecutor
+from flexla_dist.compiler.pipeline import Graphs
+from flexla_dist.errors import ExecutorError
+from flexla_dist.shapes import nearest
+
+NAMES = ("torch", "triton")
+
+
+def default_executor(device: torch.device | None) -> str:
+    """`triton` on CUDA devices, `torch` elsewhere."""
+    return "triton" if device is not None and device.type == "cuda" else "torch"
+
+
+def make_executor(name: str, graphs: Graphs) -> Any:
+    """The executor called `name` for compiled graphs."""
+    if name == "torch":
+        return TorchExecutor(graphs)
+    if name == "triton":
+        try:
+            from flexla_dist.compiler.executor.triton_executor import TritonExecutor
+        except ImportError as missing:
+            raise ExecutorError(
+                f"executor 'triton' needs the package triton>=3.6 ({missing}); install it with "
+                "pip install 'triton>=3.6', or choose executor='torch'"
+            ) from missing
+        return TritonExecutor(graphs)
+    raise ExecutorError(
+        f"executor {name!r} does not exist{nearest(name, NAMES)}; expected one of: {', '.join(NAMES)}"
+    )
