@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flexla_dist.errors import ArgumentTypeError
+from flexla_dist.parallel.eager import eager
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
 from flexla_dist.parallel.site import Site, State
@@ -40,7 +40,7 @@ class SequenceParallelOp:
         chosen = sequence_group(mesh, group)
         self._site = Site(chosen, f"operator {op.spec.name}", strategy, node_size, timeout)
 
-    @torch.compiler.disable
+    @eager
     def __call__(
         self,
         *,

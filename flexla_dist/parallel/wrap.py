@@ -10,7 +10,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -18,6 +17,7 @@ from flexla_dist.errors import ShardingError, UnsupportedLayerError
 from flexla_dist.parallel.adapters import LayerAdapter, adapter_of
 from flexla_dist.parallel.context import current_plan
 from flexla_dist.parallel.documents import read_cu_seqlens
+from flexla_dist.parallel.eager import eager
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.recompute import recomputing
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
@@ -70,7 +70,7 @@ class ShardedForward:
             return self.replaced
         return type(self.layer).forward.__get__(self.layer)
 
-    @torch.compiler.disable
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         whole = self.site.runtime.size == 1 and kwargs.get("cu_seqlens") is not None
         if whole or kwargs.get("exchange") is not None:

@@ -159,7 +159,7 @@ def joined(case: Case, name: str, parts: list[Tensor]) -> Tensor:
 def errors(case: Case, ranks: list[Values]) -> dict[str, float]:
     """Largest error of every tensor, relative to its largest value.
 
-    Values are of order one; a gradient that cancels to almost nothing (mLSTM's, to q where one token
+    Values are of order one; a gradient that cancels to almost nothing (of q in mLSTM, where a token
     outweighs all others) is not asked to be exact in what is left.
     """
     expected = run_whole(case)

@@ -320,3 +320,25 @@ def test_low_precision_and_same_bits() -> None:
             assert expected is not None and got.dtype == expected.dtype
             report = measure(got, expected, dim=1)
             assert report.within(SHARDED[dtype].of(name)), f"{name} in {dtype}: {report}"
+
+
+# -- torch.compile ----------------------------------------------------------------------------
+
+
+def compiled_model(rank: int, world: int) -> None:
+    """The model around the layers may be compiled; the exchanges stay outside of its graphs."""
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    config = ModelConfig(layers=2, width=WIDTH, heads=1, mlp_width=8, vocab=9)
+    model = LinearAttentionModel(config).double()
+    ids = torch.arange(10).remainder(9).view(1, 10)
+    whole = model(ids)
+    parallelize_sequence(model, group, timeout=60.0)
+    output = torch.compile(model, backend="eager")(shard_sequence(ids, group))
+    torch.testing.assert_close(output, shard_sequence(whole, group), rtol=1e-10, atol=1e-12)
+    output.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_model_around_may_be_compiled() -> None:
+    run_ranks(compiled_model, 2, preload=PRELOAD)
