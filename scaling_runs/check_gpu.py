@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import triton
 
-from flexla_dist.compiler.aot import LaunchRecord, Target, describe_call, record_launches
+from flexla_dist.compiler.aot import LaunchPlan, Target, describe_call, plan_launches
 from flexla_dist.compiler.aot_pool import CompilePool
-from flexla_dist.compiler.executor.triton_executor import interpreting
+from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.errors import FlexlaError
 from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.spec.variants import get_variant, variant_names
@@ -53,7 +53,7 @@ COLUMNS = (
     *("ok", "bits", "worst", *ERROR_COLUMNS, "seconds", "note"),
 )
 SHOWN = COLUMNS[5:]
-Launches = dict[Case, dict[str, list[LaunchRecord]]]
+Plans = dict[Case, dict[str, list[LaunchPlan]]]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,7 +70,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also run what passed already")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile ahead")
     parser.add_argument("--compile-only", action="store_true", help="compile, run nothing")
-    parser.add_argument("--target", default="90", help="compute capability for --compile-only")
+    parser.add_argument(
+        "--target", type=int, default=90, help="compute capability for --compile-only"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     parser.add_argument("--commit", help="commit to note where there is no git history")
     options = parser.parse_args(words)
@@ -100,13 +102,11 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def plan_launches(
-    ops: dict[str, LinearAttentionOp], todo: Sequence[Case], dtypes: Sequence[str]
-) -> Launches:
+def plan_kernels(ops: dict[str, LinearAttentionOp], todo: dict[Case, list[str]]) -> Plans:
     """The kernels of every case by dtype; a refused case has none and fails when it runs."""
-    plan: Launches = {}
-    for case in todo:
-        plan[case] = {}
+    plans: Plans = {}
+    for case, dtypes in todo.items():
+        plans[case] = {}
         for dtype in dtypes:
             problem = describe_call(
                 ops[case.variant].graphs,
@@ -119,15 +119,15 @@ def plan_launches(
                 cu_seqlens=case.cu_seqlens,
             )
             try:
-                plan[case][dtype] = record_launches(ops[case.variant].graphs, problem)
+                plans[case][dtype] = plan_launches(ops[case.variant].graphs, problem)
             except FlexlaError:
-                plan[case][dtype] = []
-    return plan
+                plans[case][dtype] = []
+    return plans
 
 
-def all_launches(plan: Launches) -> list[LaunchRecord]:
-    """Every kernel once, in the order of the cases."""
-    return [x for by_dtype in plan.values() for launches in by_dtype.values() for x in launches]
+def all_plans(plans: Plans) -> list[LaunchPlan]:
+    """Every plan in the order of the cases."""
+    return [x for by_dtype in plans.values() for found in by_dtype.values() for x in found]
 
 
 class Checker:
@@ -218,33 +218,37 @@ def _short(error: BaseException) -> str:
 
 
 def run_cases(
-    checker: Checker, plan: Launches, pool: CompilePool, options: argparse.Namespace, begin: float
+    checker: Checker, plans: Plans, pool: CompilePool, seconds: float | None, begin: float
 ) -> int:
     """Run the planned cases until the time is up; returns how many were left."""
-    todo = list(plan)
+    todo = list(plans)
     for at, case in enumerate(todo):
-        if options.seconds is not None and time.perf_counter() - begin > options.seconds:
+        if seconds is not None and time.perf_counter() - begin > seconds:
             return len(todo) - at
-        dtypes = [d for d in options.dtypes if d in plan[case]]
-        pool.wait([x for dtype in dtypes for x in plan[case][dtype]])
-        checker.run(case, dtypes)
+        for found in plans[case].values():
+            for plan in found:
+                pool.wait(plan)
+        checker.run(case, list(plans[case]))
     return 0
 
 
-def compile_only(plan: Launches, target: Target, jobs: int, seconds: float | None) -> int:
+def compile_only(plans: Plans, target: Target, jobs: int, seconds: float | None) -> int:
     """Compile everything; returns the number of kernels that failed."""
-    launches = list({x.key: x for x in all_launches(plan)}.values())
-    begin, failed = time.perf_counter(), 0
-    with CompilePool(launches, target, jobs) as pool:
-        for at, launch in enumerate(launches):
+    every = all_plans(plans)
+    begin, shown = time.perf_counter(), set()
+    with CompilePool(every, target, jobs) as pool:
+        for at, plan in enumerate(every):
             if seconds is not None and time.perf_counter() - begin > seconds:
-                print(f"time is up: {len(launches) - at} of {len(launches)} kernels left")
+                print(f"time is up: {len(every) - at} of {len(every)} plans left")
                 break
-            (result,) = pool.wait([launch])
-            failed += isinstance(result, str)
-            print(f"{at + 1}/{len(launches)} {result}", flush=True)
-    print(f"{failed} kernels failed, {time.perf_counter() - begin:.0f} s")
-    return failed
+            for result in pool.wait(plan):
+                if str(result) not in shown:
+                    print(f"{at + 1}/{len(every)} {result}", flush=True)
+                    shown.add(str(result))
+        failed = [result for result in pool.results.values() if isinstance(result, str)]
+        count = len(pool.results)
+    print(f"{count} kernels, {len(failed)} failed, {time.perf_counter() - begin:.0f} s")
+    return len(failed)
 
 
 class CompileCount:
@@ -264,28 +268,27 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     begin = time.perf_counter()
     ops = {name: compile(get_variant(name)) for name in options.variants}
+    chosen = chosen_cases(options)
     if options.compile_only:
-        plan = plan_launches(ops, chosen_cases(options), options.dtypes)
-        return int(compile_only(plan, ("cuda", int(options.target)), options.jobs, options.seconds))
+        plans = plan_kernels(ops, dict.fromkeys(chosen, options.dtypes))
+        return int(compile_only(plans, ("cuda", options.target), options.jobs, options.seconds) > 0)
     if not torch.cuda.is_available() and not interpreting():
         print("check_gpu.py needs a CUDA device (or --compile-only)", file=sys.stderr)
         return 2
     machine = describe_machine(options.commit)
     store = RowStore(options.results / f"check_{machine.slug}.csv", COLUMNS, KEY)
     checker = Checker(ops, store, machine, options.again)
-    missing = {case: checker.missing(case, options.dtypes) for case in chosen_cases(options)}
-    plan = {
-        case: plan_launches(ops, [case], dtypes)[case] for case, dtypes in missing.items() if dtypes
-    }
-    with CompilePool(all_launches(plan), gpu_target(), options.jobs) as pool:
+    missing = {case: checker.missing(case, options.dtypes) for case in chosen}
+    plans = plan_kernels(ops, {case: dtypes for case, dtypes in missing.items() if dtypes})
+    with CompilePool(all_plans(plans), gpu_target(), options.jobs) as pool:
         count = CompileCount()
-        left = run_cases(checker, plan, pool, options, begin)
+        left = run_cases(checker, plans, pool, options.seconds, begin)
     failed = [row for row in checker.written if row["ok"] != "1"]
     print(format_table(checker.written, SHOWN))
     if failed:
         print(f"\nfailed:\n{format_table(failed, SHOWN)}")
     print(
-        f"\n{len(checker.written)} rows, {len(failed)} failed, {left} of {len(plan)} cases left, "
+        f"\n{len(checker.written)} rows, {len(failed)} failed, {left} of {len(plans)} cases left, "
         f"{time.perf_counter() - begin:.0f} s; kernels: {count.found} found in the cache, "
         f"{count.compiled} compiled here; {store.path}"
     )

@@ -1,10 +1,11 @@
 """Compiles the kernels of a call without running it, on a machine with or without a GPU.
 
-Contract: `record_launches` runs the triton executor on tensors without memory and notes every
-launch that a real call of those shapes makes: function, argument types, constants, options.
-Compiling them through Triton's own argument binder gives the cache entries that the call itself
-looks up, so kernels made ahead with the same Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR`
-are found there. Nothing is launched.
+Contract: `plan_launches` runs the triton executor on tensors without memory and notes every launch
+that a real call of those shapes makes: function, argument types, constants, options. Compiling them
+through Triton's own argument binder gives the cache entries that the call itself looks up, so
+kernels made ahead with the same Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR` are found
+there. Nothing is launched. As in a call, kernels that need more shared memory than the target has
+are made again with smaller column tiles.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -26,14 +27,23 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from flexla_dist.compiler.executor.bind import bind
+from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor, interpreting
+from flexla_dist.compiler.executor.triton_executor import MAX_SHRINK, Built, TritonExecutor
 from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
 
 DIRECTIONS = ("forward", "backward")
 Target = tuple[str, int | str] | tuple[str, int | str, int]
+SHARED_LIMITS: Mapping[str | int, int] = {  # bytes of shared memory that one block may have
+    80: 166912,
+    86: 101376,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    "gfx942": 65536,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,15 @@ class CompiledInfo:
         )
 
 
-@dataclass(frozen=True)
+class HasGraphs(Protocol):
+    """An operator or executor: anything with the graphs of a compiled spec."""
+
+    @property
+    def graphs(self) -> Graphs:
+        """The compiled spec."""
+
+
+@dataclass(frozen=True, eq=False)
 class LaunchRecord:
     """One launch to compile; equal keys compile to the same binary."""
 
@@ -72,6 +90,15 @@ class LaunchRecord:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     key: str
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchPlan:
+    """Launches of one direction of a call; each later level has smaller column tiles."""
+
+    name: str
+    direction: str
+    levels: tuple[tuple[LaunchRecord, ...], ...]
 
 
 class _Noted:
@@ -87,23 +114,38 @@ class _Noted:
         function = self.built.function
         kinds = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in arguments]
         key = f"{function.module}:{self.built.emitted.name} {kinds} {sorted(keywords.items())}"
-        self.owner.records.append(
-            LaunchRecord(
-                self.direction, self.built.emitted.name, function, arguments, keywords, key
-            )
+        name = self.built.emitted.name
+        self.owner.records[key] = LaunchRecord(
+            self.direction, name, function, arguments, keywords, key
         )
 
 
 class _RecordingExecutor(TritonExecutor):
     def __init__(self, graphs: Graphs):
         super().__init__(graphs)
-        self.records: list[LaunchRecord] = []
+        self.records: dict[str, LaunchRecord] = {}
+        self.shrink = 0
 
     def built(self, direction: str, uneven: frozenset[str]) -> tuple[Built, ...]:  # type: ignore[override]
         return tuple(
             Built(b.kernel, b.emitted, _Noted(self, direction, b))
             for b in TritonExecutor.built(self, direction, uneven)
         )
+
+    def _fitting(self, problem: Problem, direction: str, once: Callable[[int], Any]) -> Any:
+        return once(self.shrink)
+
+    def levels(self, run: Callable[[], object]) -> tuple[tuple[LaunchRecord, ...], ...]:
+        """Launches of `run` with ever smaller column tiles, while they still shrink."""
+        found: list[tuple[LaunchRecord, ...]] = []
+        for self.shrink in range(MAX_SHRINK + 1):
+            self.records = {}
+            run()
+            if found and self.records.keys() == {record.key for record in found[-1]}:
+                break
+            found.append(tuple(self.records.values()))
+        self.shrink = 0
+        return tuple(found)
 
 
 def describe_call(
@@ -155,10 +197,10 @@ def describe_call(
     return bind(spec, inputs, params, scalars, cu_seqlens, chunk_size)
 
 
-def record_launches(
+def plan_launches(
     graphs: Graphs, problem: Problem, directions: Sequence[str] = DIRECTIONS
-) -> list[LaunchRecord]:
-    """The launches of a call in order; `problem` may have tensors without memory.
+) -> list[LaunchPlan]:
+    """The distinct launches of a call; `problem` may have tensors without memory.
 
     Raises:
         ExecutorError: the executor refuses the spec or its sizes, or Triton interprets here.
@@ -170,19 +212,18 @@ def record_launches(
         )
     executor = _RecordingExecutor(graphs)
     entry = problem.zero_state()
-    result = None
+    result = executor.forward(problem, entry)
+    runs: dict[str, Callable[[], object]] = {
+        "forward": lambda: executor.forward(problem, entry),
+        "backward": lambda: executor.backward(
+            problem, result.saved, entry, torch.empty_like(result.output), entry
+        ),
+    }
     for direction in directions:
-        if direction == "forward":
-            result = executor.forward(problem, entry)
-        elif direction == "backward":
-            saved = () if result is None else result.saved
-            output = torch.empty(
-                problem.output_shape(), dtype=problem.output_dtype, device=problem.device
-            )
-            executor.backward(problem, saved, entry, output, entry)
-        else:
+        if direction not in runs:
             raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
-    return executor.records
+    name = graphs.spec.name
+    return [LaunchPlan(name, d, executor.levels(runs[d])) for d in directions]
 
 
 def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> CompiledInfo:
@@ -219,10 +260,10 @@ def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> Compi
 
 
 def compile_ahead(
-    graphs: Graphs,
+    op: HasGraphs,
     *,
     batch: int = 1,
-    tokens: int = 4096,
+    tokens: int = 16384,
     heads: int = 1,
     value_heads: int | None = None,
     sizes: Mapping[str, int] | None = None,
@@ -233,12 +274,12 @@ def compile_ahead(
     target: Target = ("cuda", 90),
     jobs: int = 1,
 ) -> list[CompiledInfo]:
-    """Compile every kernel that a call of these shapes launches; T matters only up to a chunk.
+    """Compile every kernel that a call of these shapes launches, for itself or for Triton's cache.
 
     Args:
-        graphs: a compiled spec (`op.graphs`).
+        op: a compiled operator.
         batch, tokens, heads, value_heads, sizes, dtype, cu_seqlens, chunk_size: see
-            `describe_call`.
+            `describe_call`; of T it matters whether a chunk is full and scans are cut in segments.
         directions: of `forward` and `backward`.
         target: `("cuda", 90)`, `("hip", "gfx942")`, with the warp size as an optional third.
         jobs: forked processes that compile side by side.
@@ -247,11 +288,13 @@ def compile_ahead(
         One entry for each distinct kernel, in launch order.
 
     Raises:
-        ExecutorError: what the executor cannot run, or a kernel that does not compile (its name,
-            Triton's message).
+        ExecutorError: what the executor cannot run, a kernel that does not compile (its name,
+            Triton's message) or that does not fit the target even with the smallest tiles.
     """
+    from flexla_dist.compiler.aot_pool import CompilePool
+
     problem = describe_call(
-        graphs,
+        op.graphs,
         batch=batch,
         tokens=tokens,
         heads=heads,
@@ -261,15 +304,14 @@ def compile_ahead(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
-    launches = list({x.key: x for x in record_launches(graphs, problem, directions)}.values())
-    from flexla_dist.compiler.aot_pool import CompilePool
+    plans = plan_launches(op.graphs, problem, directions)
+    with CompilePool(plans, target, jobs) as pool:
+        return [info for plan in plans for info in pool.kernels(plan)]
 
-    with CompilePool(launches, target, jobs) as pool:
-        results = pool.wait(launches)
-    failed = [x for x in results if isinstance(x, str)]
-    if failed:
-        raise ExecutorError(f"{graphs.spec.name}: {failed[0]}")
-    return [x for x in results if isinstance(x, CompiledInfo)]
+
+def shared_limit(target: Target) -> int | None:
+    """Bytes of shared memory that a block of the target may have, where it is known."""
+    return SHARED_LIMITS.get(target[1])
 
 
 def _resources(cubin: bytes) -> tuple[int | None, int | None]:
