@@ -1,8 +1,9 @@
 """Every error that a user of the package can meet.
 
-Contract: an error says what was wrong, what was got, what was expected and what to do; it carries the
-user's own source line where there is one. Mistakes in a spec or in arguments derive from ValueError or
-TypeError, so that ordinary handlers catch them; `assert` is kept for mistakes of the package itself.
+Contract: an error says what was wrong, what was got, what was expected and what to do; it carries
+the user's own source line where there is one. Mistakes in a spec or in arguments derive from
+ValueError or TypeError, so that ordinary handlers catch them; `assert` is kept for mistakes of the
+package itself.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     P   ranks of a sequence group W   taps of a short convolution
     D   model width, or the width of a vector state (hgrn)
 
-"chunk" is the compute tile, "segment" a run of chunks within one device, "shard" a rank's span of the
-sequence. Tensors are `[B, T, H, K]`, states `[N, HV, K, V]`, gates natural logarithms.
+"chunk" is the compute tile, "segment" a run of chunks within one device, "shard" a rank's span of
+the sequence. Tensors are `[B, T, H, K]`, states `[N, HV, K, V]`, gates natural logarithms.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Writes generated source to files and imports it.
 
-Contract: Triton needs functions that live in a real file. A module is written once, under a name made from a
-hash of its text, by writing a temporary file and renaming it, so that many ranks may do it at once. A file that
-does not hold exactly the text that was asked for is written again. The folder is the user's cache, or what
-`cache_folder` is told.
+Contract: Triton needs functions that live in a real file. A module is written once, under a name
+made from a hash of its text, by writing a temporary file and renaming it, so that many ranks may do
+it at once. A file that does not hold exactly the text that was asked for is written again. The
+folder is the user's cache, or what `cache_folder` is told.
 """
 
 from __future__ import annotations

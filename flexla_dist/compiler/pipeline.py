@@ -24,6 +24,7 @@ from torch import fx
 from flexla_dist.compiler.affine import Transition, derive_transition
 from flexla_dist.compiler.differentiate import differentiate
 from flexla_dist.compiler.ir.graph import Builder, Cell
+from flexla_dist.compiler.ir.operators import ShapeRuleError
 from flexla_dist.compiler.padding import prove_padding_identity
 from flexla_dist.compiler.partition import Program, partition
 from flexla_dist.compiler.passes.domain import refuse_inverses
@@ -31,7 +32,7 @@ from flexla_dist.compiler.passes.engine import Rule, rewrite
 from flexla_dist.compiler.passes.order import BACKWARD_PASSES, FORWARD_PASSES, UNPADDED_PASSES
 from flexla_dist.compiler.signs import analyse_signs
 from flexla_dist.compiler.trace.stages import state_argument, trace_spec
-from flexla_dist.compiler.verify import verify_cell
+from flexla_dist.compiler.verify import VerifyError, verify_cell
 from flexla_dist.shapes import Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
@@ -54,8 +55,8 @@ class Graphs:
     """Everything that is derived from a spec, independent of any executor.
 
     `forward(padded)` has the results `output`, `local_<s>`, `decay_<s>`, `matrix_<s>`;
-    `backward(padded)` has `adjoint_<s>` (G_hat), the elements again, and `grad_<name>` of every input
-    and parameter.
+    `backward(padded)` has `adjoint_<s>` (G_hat), the elements again, and `grad_<name>` of every
+    input and parameter.
     """
 
     spec: LinearAttentionSpec
@@ -103,7 +104,7 @@ class Graphs:
 
     @functools.cached_property
     def kernel_backward(self) -> Cell:
-        """Graph of the backward kernels: `next_<s>`, `prev_<s>` (the gradient of the entering state)
+        """Graph of the backward kernels: `next_<s>`, `prev_<s>` (gradient of the entering state)
         and `grad_<name>`."""
         cell = _kernel_backward_cell(self.spec, self.cell)
         return run_passes(cell, BACKWARD_PASSES, [])
@@ -142,7 +143,10 @@ def run_passes(cell: Cell, passes: Passes, stages: list[Stage]) -> Cell:
     """Run passes in order, verifying after each; what they did is appended to `stages`."""
     results = {name: node.meta["dims"] for name, node in cell.outputs.items()}
     for name, rules in passes:
-        cell, fired = rewrite(cell, rules)
+        try:
+            cell, fired = rewrite(cell, rules)
+        except ShapeRuleError as wrong:
+            raise VerifyError(f"in {name}: {wrong}") from wrong
         verify_cell(cell, name, results)
         stages.append(Stage(name, cell, fired))
     return cell

@@ -1,6 +1,7 @@
 """Turns a graph into a list of kernels: what each computes, loads and stores.
 
-Contract: `schedule_forward` and `schedule_backward` are pure functions of the graphs. The plan is `unfused`:
+Contract: `schedule_forward` and `schedule_backward` are pure functions of the graphs. The plan is
+`unfused`:
 
     chunk kernels   one program a chunk: values that the serial loop should not compute
     scan            one program a document, head and column tile: the states entering each chunk
@@ -8,9 +9,10 @@ Contract: `schedule_forward` and `schedule_backward` are pure functions of the g
     reverse         the gradients of the states leaving each chunk
     chunk kernels   gradients of inputs and parameters
 
-A value travels through memory when making it again costs more than reading it: domain operators always, and in
-front of a serial loop every product with tokens as rows. Everything elementwise is made again. A chunk stage
-with more products than a kernel may hold is cut where the fewest bytes cross.
+A value travels through memory when making it again costs more than reading it: domain operators
+always, and in front of a serial loop every product with tokens as rows. Everything elementwise is
+made again. A chunk stage with more products than a kernel may hold is cut where the fewest bytes
+cross.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import fx
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
 from flexla_dist.compiler.partition import LEVELS
-from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 HEAVY = frozenset({ops.unit_tril_inverse, ops.decay_scores, ops.decay_rows, ops.decay_cols})
@@ -237,19 +239,19 @@ class _Scheduler:
 
 def contracts(cell: Cell, column: str) -> bool:
     """Does the forward graph sum over the output's columns anywhere?"""
-    for node in cell.calls:
-        if node.target is ops.matmul and node.args[0].meta["dims"][1] == column:
-            return True
-        if node.target in (ops.total, ops.amax, ops.cumsum, ops.select):
-            if node.args[0].meta["dims"][node.kwargs["dim"]] == column:
-                return True
-        if (
-            node.target in (ops.decay_scores,)
-            and node.meta["dims"]
-            and (node.args[0].meta["dims"][1] == column)
-        ):
-            return True
-    return False
+    return any(column in _contracted(node) for node in cell.calls)
+
+
+def _contracted(node: fx.Node) -> tuple[str, ...]:
+    """Dims that an operator sums over or picks from."""
+    first: Dims = ()
+    if node.args and isinstance(node.args[0], fx.Node):
+        first = node.args[0].meta["dims"]
+    if node.target in (ops.matmul, ops.decay_scores):
+        return (first[1],)
+    if node.target in (ops.total, ops.amax, ops.cumsum, ops.select):
+        return (first[node.kwargs["dim"]],)
+    return ()
 
 
 def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:

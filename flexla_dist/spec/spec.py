@@ -1,8 +1,8 @@
 """What a linear-attention variant is: names, dims and three chunk-level callables.
 
 Contract: a `LinearAttentionSpec` is frozen and checked when built; every mistake in names, dims or
-heads is a `SpecError` that names the field. It computes nothing; `flexla_dist.compile` turns it into an
-operator. Torch is needed only by the callables themselves.
+heads is a `SpecError` that names the field. It computes nothing; `flexla_dist.compile` turns it
+into an operator. Torch is needed only by the callables themselves.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class InputSpec:
 class LogScaled:
     """Names two scalar locals of `chunk_mode` that make the states log-scaled (mLSTM).
 
-    With `decay=b` and `weight=mu` the true state is `S = exp(m) * S~` and one chunk does
-    `m' = max(m + b, mu)`, `S~' = exp(m + b - m') * S~ + exp(mu - m') * X`. The two factors reach
-    `decay_mode` as `c.carry` and `c.fresh`, the entering `m` reaches `merge_mode` as `c.m`. `m` starts
-    at -inf and has no gradient, because outputs depend on `exp(m) * S~` only; for the same reason the
-    local named by `weight` is a constant to differentiation, wherever it is used.
+    With `decay=b` and `weight=mu` the true state is `S = exp(m) * S~` and one chunk does `m' =
+    max(m + b, mu)`, `S~' = exp(m + b - m') * S~ + exp(mu - m') * X`. The two factors reach
+    `decay_mode` as `c.carry` and `c.fresh`, the entering `m` reaches `merge_mode` as `c.m`. `m`
+    starts at -inf and has no gradient, because outputs depend on `exp(m) * S~` only; for the same
+    reason the local named by `weight` is a constant to differentiation, wherever it is used.
     """
 
     decay: str
@@ -90,8 +90,8 @@ class LinearAttentionSpec:
 
     Args:
         name: identifier used in messages and generated code.
-        inputs: per-token tensors, name to dims of one chunk: `"C K @qk"` is [C, K] with the heads of
-            group `qk`; `"C <=0"` is a natural-log decay. `C` (tokens of a chunk) comes first.
+        inputs: per-token tensors, name to dims of one chunk: `"C K @qk"` is [C, K] with the
+            heads of group `qk`; `"C <=0"` is a natural-log decay. `C` (tokens of a chunk) first.
         chunk_mode: `(x, p) -> dict` of chunk-local values; sees no state.
         decay_mode: `(state, c) -> next state`.
         merge_mode: `(state entering the chunk, c) -> output`.
@@ -204,8 +204,8 @@ class LinearAttentionSpec:
             for item in items:
                 if TOKEN_DIM in item.dims or item.group is not None:
                     raise SpecError(
-                        f"{self.name}: {kind} {item.name!r} is learned per head: it has neither the "
-                        f"token dim {TOKEN_DIM} nor a head group; got {self.params[item.name]!r}"
+                        f"{self.name}: {kind} {item.name!r} is learned per head: it has "
+                        f"neither {TOKEN_DIM} nor a head group; got {self.params[item.name]!r}"
                     )
                 known.update(item.dims)
         for name, dims in self.state_dims.items():

@@ -1,7 +1,7 @@
 """Attribute access to a stage's named values.
 
-Contract: `Values` is what the three callables receive (`x.q`, `p.scale`, `c.decay`). A name that does
-not exist is an error that lists the names that do, at the user's line.
+Contract: `Values` is what the three callables receive (`x.q`, `p.scale`, `c.decay`). A name that
+does not exist is an error that lists the names that do, at the user's line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The Triton text of every operator.
 
-Contract: `Expressions.emit(node)` appends source lines for one node and remembers its tile. Operands that were
-loaded stay in their storage type until elementwise arithmetic needs float32, so that matrix products take
-them as they are. What Triton tiles cannot hold (three dims) is refused with the user's line.
+Contract: `Expressions.emit(node)` appends source lines for one node and remembers its tile.
+Operands that were loaded stay in their storage type until elementwise arithmetic needs float32, so
+that matrix products take them as they are. What Triton tiles cannot hold (three dims) is refused
+with the user's line.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ class Expressions:
     def error(self, node: fx.Node, message: str) -> TraceError:
         """What the triton executor cannot run, at the user's line."""
         return TraceError(
-            f"the triton executor does not support {message}; use executor='torch' or another spelling",
+            f"the triton executor does not support {message}; use executor='torch' or another "
+            "spelling",
             spec=self.spec_name,
             stage=node.meta.get("stage", ""),
             origin=node.meta.get("origin"),

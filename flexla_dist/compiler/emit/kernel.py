@@ -1,9 +1,10 @@
 """One kernel of a schedule as Triton source.
 
-Contract: `emit_kernel` returns the function's text, the order of its arguments and the device functions that it
-uses. The text depends only on the graph and on which dims are uneven; sizes, tiles, heads and the dot policy
-are constexpr arguments, T and the number of chunks are run-time numbers. Memory layout: inputs and outputs
-[B, T, heads, ...]; states and values between kernels [chunks, HV, ...], chunk by chunk in one piece.
+Contract: `emit_kernel` returns the function's text, the order of its arguments and the device
+functions that it uses. The text depends only on the graph and on which dims are uneven; sizes,
+tiles, heads and the dot policy are constexpr arguments, T and the number of chunks are run-time
+numbers. Memory layout: inputs and outputs [B, T, heads, ...]; states and values between kernels
+[chunks, HV, ...], chunk by chunk in one piece.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class _Emitter:
         guard = f", mask={mask}, other=0.0" if mask else ""
         text = f"tl.load({address}{guard})"
         label = value_name(node)
-        var = self.writer.assign(label if role != "value" else label, text)
+        var = self.writer.assign(label, text)
         zero = frozenset(node.meta["dims"]) & self.uneven
         self.expressions.tiles[node] = Tile(var, node.meta["dims"], False, zero)
 

@@ -1,9 +1,9 @@
 """Dims of a kernel: block sizes, masks, and what a value in registers looks like.
 
-Contract: dim `K` of a spec is `size_K` (its size) and `tile_K` (a power of two, the block) in a kernel. One
-dim, the column of the output, may be cut into several tiles; all others are whole. A value whose dims are all
-`1` is a scalar. Entries beyond the size exist in registers; `Tile.zero` names the dims in which they are known
-to be zero, and contractions mask the others.
+Contract: dim `K` of a spec is `size_K` (its size) and `tile_K` (a power of two, the block) in a
+kernel. One dim, the column of the output, may be cut into several tiles; all others are whole. A
+value whose dims are all `1` is a scalar. Entries beyond the size exist in registers; `Tile.zero`
+names the dims in which they are known to be zero, and contractions mask the others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Executors by name, and which one a device gets when none is named.
 
-Contract: nothing falls back. An executor that cannot run here is an ExecutorError that says what is missing;
-Triton is imported only when its executor is asked for.
+Contract: nothing falls back. An executor that cannot run here is an ExecutorError that says what is
+missing; Triton is imported only when its executor is asked for.
 """
 
 from __future__ import annotations
@@ -37,5 +37,6 @@ def make_executor(name: str, graphs: Graphs) -> Any:
             ) from missing
         return TritonExecutor(graphs)
     raise ExecutorError(
-        f"executor {name!r} does not exist{nearest(name, NAMES)}; expected one of: {', '.join(NAMES)}"
+        f"executor {name!r} does not exist{nearest(name, NAMES)}; "
+        f"expected one of: {', '.join(NAMES)}"
     )

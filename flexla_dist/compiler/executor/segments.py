@@ -1,14 +1,16 @@
 """Documents cut into segments, so that a scan has enough programs to fill the device.
 
-Contract: a segment is a run of whole chunks of one document (the last may be ragged). Every segment is scanned
-from zero, which gives S_hat; with M of each segment the states entering the segments follow by a short fold;
-then all segments are scanned again at once from their true states. The reversed scan does the same with M
-transposed. This is the sequence-parallel scheme within one device.
+Contract: a segment is a run of whole chunks of one document (the last may be ragged). Every segment
+is scanned from zero, which gives S_hat; with M of each segment the states entering the segments
+follow by a short fold; then all segments are scanned again at once from their true states. The
+reversed scan does the same with M transposed. This is the sequence-parallel scheme within one
+device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,9 +24,9 @@ MIN_CHUNKS = 8
 class Segments:
     """Segments of all documents in order.
 
-    `documents[i]` owns segment i, `starts` are the flat token offsets and `chunks` the chunk offsets,
-    each with one entry more than there are segments. `positions[j]` lists the segments that are
-    the j-th of their document.
+    `documents[i]` owns segment i, `starts` are the flat token offsets and `chunks` the chunk
+    offsets, each with one entry more than there are segments. `positions[j]` lists the segments
+    that are the j-th of their document.
     """
 
     documents: tuple[int, ...]
@@ -80,7 +82,7 @@ def _document_spans(layout: ChunkLayout) -> list[tuple[int, int, int, int]]:
 
 
 def fitting_length(layout: ChunkLayout, programs_per_document: int, wanted: int) -> int:
-    """Chunks of a segment so that about `wanted` programs run; the whole document if it is short."""
+    """Chunks of a segment so that about `wanted` programs run, and never a very short one."""
     lanes = 1 if layout.packed else layout.batch
     total = max(len(layout.chunks) * lanes, 1)
     segments = max(1, wanted // max(programs_per_document, 1))
@@ -90,7 +92,7 @@ def fitting_length(layout: ChunkLayout, programs_per_document: int, wanted: int)
 def segment_decays(decays: Tensor, segments: Segments) -> Tensor:
     """Product of the chunks' elementwise M, [chunks, HV, ...] to [segments, HV, ...]."""
     out = decays.new_ones(segments.count, *decays.shape[1:])
-    for index, (a, b) in enumerate(zip(segments.chunks, segments.chunks[1:], strict=False)):
+    for index, (a, b) in enumerate(pairwise(segments.chunks)):
         if b > a:
             torch.prod(decays[a:b], 0, out=out[index])
     return out
@@ -107,7 +109,7 @@ def fold(
     previous: list[int] = []
     for place, indices in enumerate(segments.positions):
         if place == 0:
-            entering[:] = entry[list(segments.documents)] if segments.count != len(entry) else entry
+            entering[:] = _spread(entry, segments.documents)
             previous = indices
             continue
         owners = {segments.documents[i]: i for i in previous}
@@ -127,12 +129,23 @@ def fold_reverse(
     return fold(local.flip(0), flip, dense, entry, turned).flip(0)
 
 
+def _spread(entry: Tensor, documents: tuple[int, ...]) -> Tensor:
+    """One row of `entry` for each segment; without an index tensor where documents are alike."""
+    each = len(documents) // len(entry)
+    order = list(range(len(entry)))
+    if list(documents) == [d for d in order for _ in range(each)]:
+        return entry.repeat_interleave(each, 0)
+    if list(documents) == [d for d in reversed(order) for _ in range(each)]:
+        return entry.flip(0).repeat_interleave(each, 0)
+    return entry[list(documents)]
+
+
 def _rows(indices: list[int]) -> slice | list[int]:
     """Equally spaced indices as a slice, which needs no index tensor on the device."""
     if len(indices) == 1:
         return slice(indices[0], indices[0] + 1)
     step = indices[1] - indices[0]
-    if step > 0 and all(b - a == step for a, b in zip(indices, indices[1:], strict=False)):
+    if step > 0 and all(b - a == step for a, b in pairwise(indices)):
         return slice(indices[0], indices[-1] + 1, step)
     return indices
 

@@ -1,7 +1,8 @@
 """Memory and launches of one direction of one call on the triton executor.
 
-Contract: made, used and dropped within a call. `memory` maps the pointer names of the generated kernels to
-tensors; scans run once, or, cut into segments, from zero, folded, and again (see `segments`).
+Contract: made, used and dropped within a call. `memory` maps the pointer names of the generated
+kernels to tensors; scans run once, or, cut into segments, from zero, folded, and again (see
+`segments`).
 """
 
 from __future__ import annotations

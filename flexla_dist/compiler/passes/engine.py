@@ -1,9 +1,9 @@
 """The one engine that runs rewrite rules, and how a rule is written.
 
-Contract: a `Rule` is data: a pattern over operators and a replacement. `rewrite` re-emits a cell through the
-builder; at every node the rules of the pass are tried in order, until no rule fires any more. A pass never
-changes what the cell computes; `verify` runs after each. Patterns see nodes of the new graph, whose operands
-are already rewritten, so rules compose bottom-up in one sweep.
+Contract: a `Rule` is data: a pattern over operators and a replacement. `rewrite` re-emits a cell
+through the builder; at every node the rules of the pass are tried in order, until no rule fires any
+more. A pass never changes what the cell computes; `verify` runs after each. Patterns see nodes of
+the new graph, whose operands are already rewritten, so rules compose bottom-up in one sweep.
 """
 
 from __future__ import annotations

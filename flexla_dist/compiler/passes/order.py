@@ -1,7 +1,7 @@
 """The passes in the order in which they run.
 
-Simplify first, so that patterns meet one spelling; transposes next, because domain patterns read products;
-then domain operators; then once more what they left behind.
+Simplify first, so that patterns meet one spelling; transposes next, because domain patterns read
+products; then domain operators; then once more what they left behind.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Removes the selection of padding where every token of every chunk is real.
 
-Requires: `valid` only in selections. Guarantees: the cell no longer reads `valid`. Used for whole chunks; only
-a ragged last chunk runs the padded form.
+Requires: `valid` only in selections. Guarantees: the cell no longer reads `valid`. Used for whole
+chunks; only a ragged last chunk runs the padded form.
 """
 
 from __future__ import annotations

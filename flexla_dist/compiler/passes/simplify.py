@@ -1,8 +1,8 @@
 """Canonical spelling: identities of arithmetic, constants folded, shape changes removed.
 
-Requires: nothing. Guarantees: no `x + 0`, `x * 1`, double negation, constant times constant, `expand` feeding
-an elementwise operator, or pair of shape changes that undo each other. Here because every later pattern
-relies on one spelling of each thing.
+Requires: nothing. Guarantees: no `x + 0`, `x * 1`, double negation, constant times constant,
+`expand` feeding an elementwise operator, or pair of shape changes that undo each other. Here
+because every later pattern relies on one spelling of each thing.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def _numbers_last(fn: Callable[..., Any]) -> Replacement:
         x, y = m["x"], m["y"]
         if isinstance(y, fx.Node) and is_constant(y) and dims_covered(x, y):
             return b.emit(fn, x, constant_of(y))  # type: ignore[arg-type]
-        if fn in (ops.add, ops.mul) and is_constant(x) and isinstance(y, fx.Node):
-            if not isinstance(x, fx.Node) or dims_covered(y, x):
-                return b.emit(fn, y, constant_of(x))  # type: ignore[arg-type]
+        swaps = fn in (ops.add, ops.mul) and is_constant(x) and isinstance(y, fx.Node)
+        if swaps and (not isinstance(x, fx.Node) or dims_covered(y, x)):
+            return b.emit(fn, y, constant_of(x))  # type: ignore[arg-type]
         return None
 
     return replacement
@@ -118,7 +118,7 @@ def _drop_expand(fn: Callable[..., Any], at: int, arity: int) -> Replacement:
         if not isinstance(expanded, fx.Node) or expanded.target is not ops.expand:
             return None
         inner = b.lift(expanded.args[1], len(dims_of(expanded)))  # type: ignore[arg-type]
-        trial = operands[:at] + [inner] + operands[at + 1 :]
+        trial = [*operands[:at], inner, *operands[at + 1 :]]
         dims = [dims_of(x) for x in trial if isinstance(x, fx.Node)]
         if ops.broadcast_dims(*dims) != ops.broadcast_dims(
             *(dims_of(x) for x in operands if isinstance(x, fx.Node))

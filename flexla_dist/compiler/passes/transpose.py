@@ -1,8 +1,8 @@
 """Transposes move to the leaves, where executors and kernels read them for free.
 
-Requires: canonical spelling. Guarantees: no transpose of a matrix product, sum, product with a number or of a
-triangle; so `(S.mT @ k).mT` is the product that it means. Here because the affine analysis of the state
-reads products from the left.
+Requires: canonical spelling. Guarantees: no transpose of a matrix product, sum, product with a
+number or of a triangle; so `(S.mT @ k).mT` is the product that it means. Here because the affine
+analysis of the state reads products from the left.
 """
 
 from __future__ import annotations
