@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -271,6 +272,32 @@ def test_ambiguous_recomputation_is_an_error_on_every_rank() -> None:
     assert results[1].type == RecomputeError.__name__
     assert "sequence_context" in results[1].message
     assert results[0].type == "RemoteRankError" and "RecomputeError" in results[0].message
+
+
+def kept_activations(rank: int, world: int) -> tuple[int, int]:
+    """Inputs of the operator that are still alive after forward, without and with recomputation."""
+    found = []
+    for way in (lambda layer, x: layer(x), plainly):
+        layer = sharded_layer()
+        alive: list[weakref.ref[Tensor]] = []
+        inputs = layer.operator_inputs
+
+        def remember(*args: Tensor, inputs=inputs, alive=alive) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+            made = inputs(*args)
+            alive += [weakref.ref(value.untyped_storage()) for value in made.values()]
+            return made
+
+        layer.operator_inputs = remember  # type: ignore[method-assign]
+        x = shard_sequence(tokens(9), dist.group.WORLD).requires_grad_()
+        output = way(layer, x)
+        found.append(sum(ref() is not None for ref in alive))
+        output.sum().backward()
+    return found[0], found[1]
+
+
+def test_recomputed_activations_are_not_kept() -> None:
+    for plain, again in run_ranks(kept_activations, 2, preload=PRELOAD):
+        assert plain > 0 and again == 0
 
 
 def reentrant(rank: int, world: int) -> None:

@@ -61,6 +61,21 @@ def test_sharded_is_unsharded(ranks: int) -> None:
     )
 
 
+def test_hardly_any_tokens() -> None:
+    """Rows without tokens still hand initial states to final states; one rank may hold all."""
+    empty = {"lengths": (0, 0), "final": "broadcast"}
+    check(
+        2,
+        [
+            Case("gated_delta_rule", "chain", documents=(0, 0, 0), **empty),
+            Case("mlstm", "log_scan", batch=2, **empty),
+            Case("hgrn", "all_gather", (0, 5), (0, 0, 5, 5)),
+            Case("kda", "hierarchical", (5, 0), (0, 5, 5), final="broadcast"),
+            Case("simple_gla", "chain", (1, 1)),
+        ],
+    )
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flexla_dist.errors import ShardingError, UnsupportedLayerError
 from flexla_dist.layers import LayerConfig, LinearAttentionLayer, LinearAttentionModel, ModelConfig
@@ -75,6 +76,10 @@ def wrap_one(rank: int, world: int) -> None:
     refused(ShardingError, "mesh or a group", SequenceParallelLA, make_layer())
     refused(UnsupportedLayerError, "register_adapter", SequenceParallelLA, nn.Linear(2, 2), group)
     refused(TypeError, "ProcessGroup", SequenceParallelLA, make_layer(), "cp")
+
+    square = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    refused(ShardingError, "mesh['cp']", SequenceParallelLA, make_layer(), square)
+    assert is_sequence_parallel(SequenceParallelLA(make_layer(), square["cp"]))
 
     x = tokens(7)
     whole = make_layer()(x)
