@@ -100,14 +100,24 @@ class Graphs:
     def kernel_forward(self) -> Cell:
         """Graph of the forward kernels: `output`, `next_<s>`, and M by itself: `decay_<s>` where it
         is elementwise, `map_<s>` (M times the state) where it is dense; padding selected in."""
-        return run_passes(_kernel_forward_cell(self), BACKWARD_PASSES, [])
+        return self.kernel_stages("forward")[-1].cell
 
     @functools.cached_property
     def kernel_backward(self) -> Cell:
         """Graph of the backward kernels: `next_<s>`, `prev_<s>` (gradient of the entering state)
         and `grad_<name>`."""
-        cell = _kernel_backward_cell(self.spec, self.cell)
-        return run_passes(cell, BACKWARD_PASSES, [])
+        return self.kernel_stages("backward")[-1].cell
+
+    @functools.cache  # noqa: B019
+    def kernel_stages(self, direction: str) -> tuple[Stage, ...]:
+        """The graph of the `forward` or `backward` kernels, as derived and after each pass."""
+        if direction == "forward":
+            cell = _kernel_forward_cell(self)
+        else:
+            cell = _kernel_backward_cell(self.spec, self.cell)
+        stages = [Stage(f"kernel {direction}", cell)]
+        run_passes(cell, BACKWARD_PASSES, stages)
+        return tuple(stages)
 
     @functools.cache  # noqa: B019
     def programs(self, direction: str, padded: bool) -> dict[int, Program]:
