@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-GATES = ("zero", "mild", "steep", "mixed")
+GATES = ("zero", "mild", "middle", "steep", "mixed")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -11,11 +11,16 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def gate(kind: str, *shape: int, seed: int = 7) -> Tensor:
-    """Log decays: all zero, about -0.1, down to -50, or mostly small with a few near -50."""
+    """Log decays: zero, down to -0.2, -2 or -50, or mostly small with a few near -50.
+
+    So a chunk of 64 tokens is served by one product, or by some levels of halving, or by all.
+    """
     uniform = torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
     if kind == "zero":
         return torch.zeros(*shape)
-    return {"mild": -0.2 * uniform, "steep": -50 * uniform, "mixed": -50 * uniform**8}[kind]
+    if kind == "mixed":
+        return -50 * uniform**8
+    return -{"mild": 0.2, "middle": 2.0, "steep": 50.0}[kind] * uniform
 
 
 def gates(*shape: int) -> Tensor:

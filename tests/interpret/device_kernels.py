@@ -8,6 +8,7 @@ from flexla_dist.compiler.emit.device import (
     decay_cols,
     decay_matrix,
     decay_rows,
+    decay_rows_cols,
     decay_scan,
     decay_scan_reverse,
     decay_scores,
@@ -69,6 +70,16 @@ def pair_sums(p, x, b_row, b_col, out, C: tl.constexpr, K: tl.constexpr, STRICT:
         tl.store(block(out, C, K), decay_rows(weights, y, b, c, C, K, STRICT, MODE))
     else:
         tl.store(block(out, C, K), decay_cols(weights, y, b, c, C, K, STRICT, MODE))
+
+
+@triton.jit
+def both_sums(p, q, k, b_row, b_col, out_rows, out_cols, C: tl.constexpr, K: tl.constexpr,
+              STRICT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    weights, x, y = tl.load(block(p, C, C)), tl.load(block(q, C, K)), tl.load(block(k, C, K))
+    b, c = tl.load(block(b_row, C, K)), tl.load(block(b_col, C, K))
+    by_row, by_col = decay_rows_cols(weights, x, y, b, c, C, K, STRICT, MODE)
+    tl.store(block(out_rows, C, K), by_row)
+    tl.store(block(out_cols, C, K), by_col)
 
 
 @triton.jit

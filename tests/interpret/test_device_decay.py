@@ -45,6 +45,49 @@ def test_decay_rows_and_cols(C: int, K: int, strict: bool, rows: bool) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
+def test_decay_rows_cols_equals_the_two(strict: bool) -> None:
+    C, K = 32, 32
+    q, k, b_row, b_col, p = operands(C, K, strict)
+    out_rows, out_cols = unwritten(CASES, C, K), unwritten(CASES, C, K)
+    inputs = (p, q, k, b_row, b_col)
+    kernels.both_sums[(CASES,)](*inputs, out_rows, out_cols, C, K, strict, "ieee")
+    rows, cols = F.decay_rows_cols(*(x.double() for x in inputs), strict)
+    close(out_rows, rows)
+    close(out_cols, cols)
+
+
+def test_every_number_of_levels() -> None:
+    """Gates that first fit in blocks of 64, 32, ..., 1 tokens."""
+    C, K = 64, 16
+    steps = torch.tensor([0.2, 0.4, 0.8, 1.6, 3.2, 7.0, 30.0])
+    b = (-steps[:, None, None] * (1 + 0.1 * normal(len(steps), C, K))).cumsum(1)
+    q, k = normal(len(steps), C, K, seed=1), normal(len(steps), C, K, seed=2)
+    out = unwritten(len(steps), C, C)
+    kernels.scores[(len(steps),)](q, k, b, b, out, C, K, False, "ieee")
+    close(out, F.decay_scores(q.double(), k.double(), b.double(), b.double()))
+
+
+@pytest.mark.parametrize("offset", [-200.0, 200.0])
+def test_gates_need_not_start_at_zero(offset: float) -> None:
+    C, K = 32, 16
+    b = gates(C, K).cumsum(1) + offset
+    q, k = normal(CASES, C, K), normal(CASES, C, K, seed=1)
+    out = unwritten(CASES, C, C)
+    kernels.scores[(CASES,)](q, k, b, b, out, C, K, False, "ieee")
+    close(out, F.decay_scores(q.double(), k.double(), b.double(), b.double()))
+
+
+def test_a_gate_that_is_not_a_number_is_not_hidden() -> None:
+    C, K = 16, 16
+    b = gates(C, K)[1:2].cumsum(1)
+    b[0, 5, 3] = float("nan")
+    q, k = normal(1, C, K), normal(1, C, K, seed=1)
+    out = unwritten(1, C, C)
+    kernels.scores[(1,)](q, k, b, b, out, C, K, False, "ieee")
+    assert out[0, 5, :6].isnan().all() and out[0, 5:, 5].isnan().all()
+
+
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("C", [16, 64])
 def test_decay_matrix(C: int, strict: bool) -> None:
     b = gates(C).cumsum(1)

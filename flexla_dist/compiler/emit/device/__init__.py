@@ -9,6 +9,7 @@ from flexla_dist.compiler.emit.device.decay import (
     decay_cols,
     decay_matrix,
     decay_rows,
+    decay_rows_cols,
     decay_scores,
     exp,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "decay_cols",
     "decay_matrix",
     "decay_rows",
+    "decay_rows_cols",
     "decay_scan",
     "decay_scan_reverse",
     "decay_scores",
