@@ -121,6 +121,23 @@ class _Deriver:
         ]
         return _Form(form.state, parts[0], parts[1], parts[2])
 
+    def _form(self, x: Any, node: fx.Node) -> _Form:
+        """The form of an operand of `node`, broadcast over rows if it is narrower."""
+        if not self._depends(x):
+            return _Form("", None, None, x)
+        form, have, dims = self.forms[x], dims_of(x), node.meta["dims"]
+        if have == dims:
+            return form
+        if form.elementwise is not None or have[-1:] != dims[-1:]:
+            raise self._error(
+                f"the state {format_dims(have)} is broadcast to {format_dims(dims)}; its columns "
+                "must stay as they are"
+            )
+        assert form.matrix is not None
+        matrix = self.builder.expand(form.matrix, (dims[0], dims_of(form.matrix)[1]))
+        constant = None if form.constant is None else self.builder.expand(form.constant, dims)
+        return _Form(form.state, None, matrix, constant)
+
     def _same_state(self, a: _Form, b: _Form) -> str:
         if a.state != b.state:
             raise self._error(
@@ -146,15 +163,7 @@ class _Deriver:
         return self._emit(ops.neg, x) if isinstance(x, fx.Node) else -x
 
     def _sum(self, node: fx.Node, sign: float) -> _Form:
-        forms = []
-        for x in node.args:
-            if self._depends(x):
-                if dims_of(x) != node.meta["dims"]:
-                    raise self._broadcast(x, node)
-                forms.append(self.forms[x])
-            else:
-                forms.append(_Form("", None, None, x))
-        a, b = forms
+        a, b = (self._form(x, node) for x in node.args)
         state = self._same_state(a, b) if a.state and b.state else a.state or b.state
         matrix = self._plus(a.matrix, b.matrix, sign)
         return _Form(
@@ -175,9 +184,7 @@ class _Deriver:
                 + ("a product of two values that depend on it" if a_in else "a division by it")
             )
         inner, factor = (a, b) if a_in else (b, a)
-        if dims_of(inner) != node.meta["dims"]:
-            raise self._broadcast(inner, node)
-        form = self.forms[inner]
+        form = self._form(inner, node)
         if form.matrix is not None and dims_of(factor)[-1:] not in ((), (UNIT_DIM,)):
             raise self._error(
                 f"a dense transition scaled by a factor {format_dims(dims_of(factor))} that "
@@ -201,13 +208,7 @@ class _Deriver:
             raise self._error(
                 "the next state is not affine in the state: a selection by its values"
             )
-        forms = []
-        for x in node.args[1:]:
-            known = self._depends(x)
-            if known and dims_of(x) != node.meta["dims"]:
-                raise self._broadcast(x, node)
-            forms.append(self.forms[x] if known else _Form("", None, None, x))
-        a, b = forms
+        a, b = (self._form(x, node) for x in node.args[1:])
         state = self._same_state(a, b) if a.state and b.state else a.state or b.state
         if (a.matrix is not None or b.matrix is not None) and dims_of(mask)[-1:] != (UNIT_DIM,):
             raise self._error("a selection by column of a dense transition")
@@ -295,13 +296,6 @@ class _Deriver:
         if decay is None:
             return Transition(name, "identity", False, False)
         return Transition(name, elementwise_kind(dims_of(decay)), True, False)
-
-    # -- errors -------------------------------------------------------------------------------
-
-    def _broadcast(self, x: Any, node: fx.Node) -> NotAffineError:
-        return self._error(
-            f"the state {format_dims(dims_of(x))} is broadcast to {format_dims(node.meta['dims'])}"
-        )
 
     def _error(self, message: str) -> NotAffineError:
         origin = self.node.meta["origin"] if self.node is not None else None

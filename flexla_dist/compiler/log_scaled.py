@@ -86,6 +86,8 @@ class _LogScaledCheck:
             return 0
         if node.target in (ops.mul, ops.matmul):
             return sum(degrees)
+        if node.target is ops.div and degrees[1] == 0:
+            return degrees[0]
         if node.target in (ops.add, ops.sub) and len(set(degrees)) == 1:
             return degrees[0]
         if OPERATORS[node.target].kind in ("shape", "reduce") or node.target is ops.neg:

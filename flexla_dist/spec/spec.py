@@ -71,11 +71,11 @@ def parse_dims(text: str, what: str) -> InputSpec:
             if group is not None:
                 raise SpecError(f"{what}: two head groups in {text!r}; an input has at most one")
             group = word[1:]
-        elif _NAME.match(word):
+        elif _NAME.match(word) or word == UNIT_DIM:
             dims.append(word)
         else:
             raise SpecError(
-                f"{what}: {word!r} in {text!r} is no dim name; expected letters such as K, "
+                f"{what}: {word!r} in {text!r} is no dim name; expected letters such as K, 1, "
                 "'@group' for a head group, or '<=0' for a natural-log decay"
             )
     return InputSpec(what, tuple(dims), group, log_decay)
