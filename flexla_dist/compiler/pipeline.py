@@ -71,8 +71,9 @@ class Graphs:
     @property
     def elements(self) -> list[str]:
         """Names of the results that make up the elements (M, S_hat)."""
-        prefixes = ("local_", "decay_", "matrix_", "log_decay", "log_weight")
-        return [name for name in self.cell.outputs if name.startswith(prefixes)]
+        scaled = self.spec.log_scaled is not None
+        factors = ("log_decay", "log_weight") if scaled else ("decay_", "matrix_")
+        return [n for n in self.cell.outputs if n.startswith(("local_", *factors))]
 
     @functools.cached_property
     def structural_hash(self) -> str:
