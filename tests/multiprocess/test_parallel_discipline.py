@@ -92,7 +92,7 @@ def whole_gradient(world_size: int, masked: int) -> Tensor:
 
 @pytest.mark.parametrize("world_size,masked", [(2, 1), (3, 1), (4, 2)])
 def test_tag_logs_are_equal_on_all_ranks(world_size: int, masked: int) -> None:
-    results = run_ranks(train_once, world_size, 0, masked)
+    results = run_ranks(train_once, world_size, 0, masked, preload=("torch._dynamo",))
     expected = [(layer, "forward") for layer in range(LAYERS)]
     expected += [(layer, "backward") for layer in reversed(range(LAYERS))]
     for log, _ in results:

@@ -30,7 +30,7 @@ from flexla_dist.parallel import (
 from flexla_dist.spec.variants.registry import get_variant
 from flexla_dist.testing.ranks import run_ranks
 
-PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op")
+PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op", "torch._dynamo")
 WIDTH = 12
 BOUND = 1e-10
 

@@ -25,7 +25,7 @@ from flexla_dist.parallel import (
 from flexla_dist.testing.ranks import run_ranks
 
 BOUND = 1e-10
-PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op")
+PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op", "torch._dynamo")
 
 
 @dataclass(frozen=True)

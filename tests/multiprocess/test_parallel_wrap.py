@@ -32,7 +32,7 @@ from flexla_dist.testing.budget import SHARDED, measure
 from flexla_dist.testing.inputs import make_inputs
 from flexla_dist.testing.ranks import run_ranks
 
-PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op")
+PRELOAD = ("flexla_dist.parallel", "flexla_dist.layers", "flexla_dist.ops.op", "torch._dynamo")
 WIDTH = 12
 
 
