@@ -2,7 +2,8 @@
 
 Contract: `bind` turns keyword tensors into a `Problem` or raises ArgumentError / ArgumentTypeError
 that name the argument, what was got, what was expected and the fix. Nothing here computes or
-synchronises a device, except reading `cu_seqlens` when it lives on one.
+synchronises a device, except reading `cu_seqlens` when it lives on one. `outline` reads no
+numbers at all: under a compiler B, T and N stay symbolic in it, heads and sizes become constants.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.layout import fitting_chunk_size, make_layout
-from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims, nearest
 from flexla_dist.spec.spec import InputSpec, LinearAttentionSpec
@@ -32,22 +33,50 @@ def bind(
     chunk_size: int | None = None,
 ) -> Problem:
     """Check the arguments of a call and describe it."""
+    offsets = None if cu_seqlens is None else read_offsets(spec, cu_seqlens)
+    known = outline(
+        spec, inputs, params, None if offsets is None else len(offsets) - 1, chunk_size
+    )
+    size = known.longest_chunk
+    if offsets is not None:
+        _check_offsets(spec, offsets, known.tokens)
+        size = fitting_chunk_size(max(b - a for a, b in pairwise(offsets)), size)
+    return Problem(
+        **vars(known),
+        inputs=dict(inputs),
+        params=dict(params),
+        scalars=_scalars(spec, scalars),
+        layout=make_layout(known.batch, known.tokens, size, offsets),
+    )
+
+
+def outline(
+    spec: LinearAttentionSpec,
+    inputs: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    documents: int | None = None,
+    chunk_size: int | None = None,
+) -> Outline:
+    """Check shapes and dtypes; `documents` is the N of a packed call."""
     _check_tensors(spec, "input", inputs, spec.inputs)
     _check_tensors(spec, "parameter", params, spec.params)
     batch, tokens, device = _leading(spec, inputs)
     heads = _heads(spec, inputs)
     sizes = _sizes(spec, inputs, params, heads)
-    offsets = None if cu_seqlens is None else _offsets(spec, cu_seqlens, batch, tokens)
-    longest = tokens if offsets is None else max((b - a for a, b in pairwise(offsets)), default=0)
+    if documents is not None and batch != 1:
+        raise ArgumentError(
+            f"{spec.name}: cu_seqlens packs documents along T and needs B = 1, got B = {batch}; "
+            "reshape [B, T] to [1, B * T]"
+        )
     limit = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
-    size = limit if longest >= limit else fitting_chunk_size(longest, limit)
     double = any(x.dtype == torch.float64 for x in (*inputs.values(), *params.values()))
-    return Problem(
+    return Outline(
         spec=spec,
-        inputs=dict(inputs),
-        params=dict(params),
-        scalars=_scalars(spec, scalars),
-        layout=make_layout(batch, tokens, size, offsets),
+        batch=batch,
+        tokens=tokens,
+        num_sequences=batch if documents is None else documents,
+        packed=documents is not None,
+        longest_chunk=limit if documents is not None else fitting_chunk_size(tokens, limit),
         heads=heads,
         sizes=sizes,
         device=device,
@@ -111,7 +140,7 @@ def _leading(
             raise ArgumentError(
                 f"{spec.name}: input {name!r} is on {x.device}, {first_name!r} on {first.device}"
             )
-    return int(first.shape[0]), int(first.shape[1]), first.device
+    return first.shape[0], first.shape[1], first.device
 
 
 def _heads(spec: LinearAttentionSpec, inputs: Mapping[str, Tensor]) -> int:
@@ -192,30 +221,44 @@ def _scalars(spec: LinearAttentionSpec, given: Mapping[str, float]) -> dict[str,
     return out
 
 
-def _offsets(
-    spec: LinearAttentionSpec, cu_seqlens: Tensor | Sequence[int], batch: int, tokens: int
+def read_offsets(
+    spec: LinearAttentionSpec, cu_seqlens: Tensor | Sequence[int]
 ) -> tuple[int, ...]:
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
-            raise ArgumentTypeError(
-                f"{spec.name}: cu_seqlens is {cu_seqlens.dtype} with shape "
-                f"{tuple(cu_seqlens.shape)}; expected int32 or int64 with shape [N + 1]"
+    """Document bounds as numbers: the one place that waits for a device."""
+    if not isinstance(cu_seqlens, Tensor):
+        offsets = tuple(int(x) for x in cu_seqlens)
+    else:
+        check_offset_type(spec, cu_seqlens)
+        if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                f"{spec.name}: cu_seqlens is on {cu_seqlens.device} while a CUDA graph is "
+                "captured, but its numbers shape the launches; give it on the CPU, or as a list"
             )
         offsets = tuple(cu_seqlens.tolist())
-    else:
-        offsets = tuple(int(x) for x in cu_seqlens)
-    if batch != 1:
+    if len(offsets) < 2:
         raise ArgumentError(
-            f"{spec.name}: cu_seqlens packs documents along T and needs B = 1, got B = {batch}; "
-            "reshape [B, T] to [1, B * T]"
+            f"{spec.name}: cu_seqlens = {list(offsets)}; expected the offsets [N + 1] of at least "
+            "one document"
         )
-    wrong = [a for a, b in pairwise(offsets) if b < a]
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != tokens or wrong:
+    return offsets
+
+
+def check_offset_type(spec: LinearAttentionSpec, cu_seqlens: Tensor) -> None:
+    """Raise unless document bounds are whole numbers of one dim."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise ArgumentTypeError(
+            f"{spec.name}: cu_seqlens is {cu_seqlens.dtype} with shape "
+            f"{tuple(cu_seqlens.shape)}; expected int32 or int64 with shape [N + 1]"
+        )
+
+
+def _check_offsets(spec: LinearAttentionSpec, offsets: tuple[int, ...], tokens: int) -> None:
+    wrong = any(b < a for a, b in pairwise(offsets))
+    if offsets[0] != 0 or offsets[-1] != tokens or wrong:
         raise ArgumentError(
             f"{spec.name}: cu_seqlens = {_shorten(offsets)}; expected non-decreasing offsets "
             f"from 0 to T = {tokens}"
         )
-    return offsets
 
 
 def _shorten(offsets: Sequence[int]) -> str:

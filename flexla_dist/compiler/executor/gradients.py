@@ -15,7 +15,10 @@ class GradientSums:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.inputs = {name: torch.zeros_like(x) for name, x in problem.inputs.items()}
+        self.inputs = {
+            name: torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            for name, x in problem.inputs.items()
+        }
         self.params = {
             name: torch.zeros(x.shape, dtype=problem.compute_dtype, device=x.device)
             for name, x in problem.params.items()

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from flexla_dist.compiler.executor.tables import device_table
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,18 @@ class ChunkLayout:
             at = end
 
 
+@lru_cache(maxsize=64)
 def make_layout(
-    batch: int, tokens: int, chunk_size: int, offsets: Sequence[int] | None
+    batch: int, tokens: int, chunk_size: int, offsets: tuple[int, ...] | None
 ) -> ChunkLayout:
-    """Layout of an unpacked (`offsets` None) or packed call."""
+    """Layout of an unpacked (`offsets` None) or packed call; made once."""
     spans = [(0, 0, tokens)] if offsets is None else _spans(offsets)
     chunks = []
     for document, start, end in spans:
         for at in range(start, end, chunk_size):
             length = min(chunk_size, end - at)
             chunks.append(Chunk(at, length, document, at == start, at + length == end))
-    edges = (0, tokens) if offsets is None else tuple(offsets)
+    edges = (0, tokens) if offsets is None else offsets
     return ChunkLayout(batch, tokens, chunk_size, offsets is not None, edges, tuple(chunks))
 
 
@@ -112,17 +116,17 @@ def fitting_chunk_size(longest: int, limit: int) -> int:
 
 
 def _positions(layout: ChunkLayout, slab: Slab, device: torch.device) -> Tensor:
-    starts = torch.tensor([chunk.start for chunk in slab.chunks])
-    lengths = torch.tensor([chunk.length for chunk in slab.chunks])
-    row = torch.arange(layout.chunk_size)
-    return (starts[:, None] + torch.minimum(row[None, :], lengths[:, None] - 1)).to(device)
+    starts = device_table([chunk.start for chunk in slab.chunks], device, torch.int64)
+    lengths = device_table([chunk.length for chunk in slab.chunks], device, torch.int64)
+    row = torch.arange(layout.chunk_size, device=device)
+    return starts[:, None] + torch.minimum(row[None, :], lengths[:, None] - 1)
 
 
 def valid_mask(layout: ChunkLayout, slab: Slab, device: torch.device) -> Tensor:
     """[1, 1, n, C]: which tokens of a slab are real."""
-    lengths = torch.tensor([chunk.length for chunk in slab.chunks])
-    row = torch.arange(layout.chunk_size)
-    return (row[None, :] < lengths[:, None]).to(device)[None, None]
+    lengths = device_table([chunk.length for chunk in slab.chunks], device, torch.int64)
+    row = torch.arange(layout.chunk_size, device=device)
+    return (row[None, :] < lengths[:, None])[None, None]
 
 
 def gather(layout: ChunkLayout, slab: Slab, x: Tensor) -> Tensor:

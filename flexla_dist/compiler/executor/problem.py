@@ -1,7 +1,8 @@
 """One call of a compiled operator: its tensors, checked against the spec.
 
 Contract: plain data with the shapes that follow from it; made by
-`flexla_dist.compiler.executor.bind.bind`.
+`flexla_dist.compiler.executor.bind`. An `Outline` is what is known before the numbers of
+`cu_seqlens` are read: B, T and N may be symbolic there. A `Problem` is the whole call.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from flexla_dist.shapes import UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Checked arguments of one call.
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """Shapes of one call.
 
-    `heads` is HV. `sizes` maps every dim but C to its size. `compute_dtype` is float64 if an
-    input or parameter is, else float32; states have it. `num_sequences` is the N of initial and
-    final states.
+    `batch`, `tokens` and `num_sequences` are B, T and N (of initial and final states: B unpacked,
+    the documents packed). `longest_chunk` is C unpacked and the most that C can be packed. `heads`
+    is HV. `sizes` maps every dim but C to its size. `compute_dtype` is float64 if an input or
+    parameter is, else float32; states have it.
     """
 
     spec: LinearAttentionSpec
-    inputs: Mapping[str, Tensor]
-    params: Mapping[str, Tensor]
-    scalars: Mapping[str, float]
-    layout: ChunkLayout
+    batch: int
+    tokens: int
+    num_sequences: int
+    packed: bool
+    longest_chunk: int
     heads: int
     sizes: Mapping[str, int]
     device: torch.device
@@ -40,19 +43,11 @@ class Problem:
     output_dtype: torch.dtype
 
     @property
-    def batch(self) -> int:
-        """B."""
-        return self.layout.batch
-
-    @property
-    def tokens(self) -> int:
-        """T."""
-        return self.layout.tokens
-
-    @property
-    def num_sequences(self) -> int:
-        """N: B unpacked, the number of documents packed."""
-        return self.layout.documents
+    def most_chunks(self) -> int:
+        """Chunks of a lane: exactly unpacked, at most packed."""
+        if self.packed:
+            return self.tokens // self.longest_chunk + self.num_sequences
+        return -(-self.tokens // self.longest_chunk)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -105,7 +100,7 @@ class Problem:
             )
         for name, state in zip(names, given, strict=True):
             self._check_state(name, state)
-        return tuple(state.to(self.compute_dtype) for state in given)
+        return tuple(state.to(self.compute_dtype).contiguous() for state in given)
 
     def _check_state(self, name: str, state: Tensor) -> None:
         if not isinstance(state, Tensor):
@@ -125,3 +120,13 @@ class Problem:
                 f"{self.spec.name}: initial state {name!r} is on {state.device}, "
                 f"the inputs on {self.device}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Outline):
+    """Checked arguments of one call."""
+
+    inputs: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
+    scalars: Mapping[str, float]
+    layout: ChunkLayout
