@@ -55,17 +55,19 @@ def ratios(b_row, b_col, out, C: tl.constexpr, STRICT: tl.constexpr):
 
 @triton.jit
 def scores(q, k, b_row, b_col, out, C: tl.constexpr, K: tl.constexpr, STRICT: tl.constexpr,
-           MODE: tl.constexpr):  # fmt: skip
+           ONE_GATE: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     x, y = tl.load(block(q, C, K)), tl.load(block(k, C, K))
-    b, c = tl.load(block(b_row, C, K)), tl.load(block(b_col, C, K))
+    b = tl.load(block(b_row, C, K))
+    c = b if ONE_GATE else tl.load(block(b_col, C, K))
     tl.store(block(out, C, C), decay_scores(x, y, b, c, C, K, STRICT, MODE))
 
 
 @triton.jit
 def pair_sums(p, x, b_row, b_col, out, C: tl.constexpr, K: tl.constexpr, STRICT: tl.constexpr,
-              MODE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+              ONE_GATE: tl.constexpr, MODE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     weights, y = tl.load(block(p, C, C)), tl.load(block(x, C, K))
-    b, c = tl.load(block(b_row, C, K)), tl.load(block(b_col, C, K))
+    b = tl.load(block(b_row, C, K))
+    c = b if ONE_GATE else tl.load(block(b_col, C, K))
     if ROWS:
         tl.store(block(out, C, K), decay_rows(weights, y, b, c, C, K, STRICT, MODE))
     else:
@@ -74,9 +76,10 @@ def pair_sums(p, x, b_row, b_col, out, C: tl.constexpr, K: tl.constexpr, STRICT:
 
 @triton.jit
 def both_sums(p, q, k, b_row, b_col, out_rows, out_cols, C: tl.constexpr, K: tl.constexpr,
-              STRICT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+              STRICT: tl.constexpr, ONE_GATE: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     weights, x, y = tl.load(block(p, C, C)), tl.load(block(q, C, K)), tl.load(block(k, C, K))
-    b, c = tl.load(block(b_row, C, K)), tl.load(block(b_col, C, K))
+    b = tl.load(block(b_row, C, K))
+    c = b if ONE_GATE else tl.load(block(b_col, C, K))
     by_row, by_col = decay_rows_cols(weights, x, y, b, c, C, K, STRICT, MODE)
     tl.store(block(out_rows, C, K), by_row)
     tl.store(block(out_cols, C, K), by_col)
