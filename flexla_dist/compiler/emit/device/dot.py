@@ -40,7 +40,7 @@ def mm_exact(a, b, MODE: tl.constexpr):
 
     a [M, D] and b [D, N] (or with one leading batch dim) give [M, N] fp32. Use it where products
     are chained, in the dense state map and the triangular inverse. Cost: six times a bfloat16
-    product on tensor cores; "ieee" runs on the ordinary units, about fifteen times slower again.
+    product (measured at 64 x 64 x 64 on an H200); "ieee" runs on the ordinary units.
     """
     tl.static_assert(
         MODE == "bf16" or MODE == "fp16" or MODE == "tf32x3" or MODE == "ieee",
