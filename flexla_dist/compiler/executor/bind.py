@@ -34,9 +34,7 @@ def bind(
 ) -> Problem:
     """Check the arguments of a call and describe it."""
     offsets = None if cu_seqlens is None else read_offsets(spec, cu_seqlens)
-    known = outline(
-        spec, inputs, params, None if offsets is None else len(offsets) - 1, chunk_size
-    )
+    known = outline(spec, inputs, params, None if offsets is None else len(offsets) - 1, chunk_size)
     size = known.longest_chunk
     if offsets is not None:
         _check_offsets(spec, offsets, known.tokens)
@@ -221,9 +219,7 @@ def _scalars(spec: LinearAttentionSpec, given: Mapping[str, float]) -> dict[str,
     return out
 
 
-def read_offsets(
-    spec: LinearAttentionSpec, cu_seqlens: Tensor | Sequence[int]
-) -> tuple[int, ...]:
+def read_offsets(spec: LinearAttentionSpec, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     """Document bounds as numbers: the one place that waits for a device."""
     if not isinstance(cu_seqlens, Tensor):
         offsets = tuple(int(x) for x in cu_seqlens)

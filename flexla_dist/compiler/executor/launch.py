@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import fx
 
-from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.executor.problem import Outline
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.schedule import HEAVY, Kernel, Schedule
 from flexla_dist.errors import ExecutorError
@@ -88,7 +88,7 @@ def value_dtype(name: str, node: fx.Node, gates: set[fx.Node], dtype: torch.dtyp
     return torch.float32 if exact else storage_dtype(dtype)
 
 
-def check_sizes(problem: Problem, column: str) -> None:
+def check_sizes(problem: Outline, column: str) -> None:
     """Raise ExecutorError for sizes and types that tiles cannot hold."""
     for dim, size in problem.sizes.items():
         if size > MAX_TILE and dim != column:
@@ -103,7 +103,7 @@ def check_sizes(problem: Problem, column: str) -> None:
         )
 
 
-def configuration(problem: Problem, schedule: Schedule, kernel: Kernel, shrink: int) -> Launch:
+def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: int) -> Launch:
     """Column tile, warps and stages by the kind of kernel and the sizes.
 
     `shrink` halves the column tile that many times, for devices with less shared memory.
@@ -122,3 +122,18 @@ def configuration(problem: Problem, schedule: Schedule, kernel: Kernel, shrink: 
     large = kernel.products > 4 or widest * tile >= 128 * 128
     stages = 2 if widest <= 64 else 1
     return Launch(max(MIN_TILE, tile >> shrink), 8 if large else 4, stages)
+
+
+def column_tiles(
+    problem: Outline,
+    schedule: Schedule,
+    kernel: Kernel,
+    launch: Launch,
+    columns: int | None = None,
+) -> int:
+    """Number of column tiles of a kernel; one where it has no columns."""
+    column = schedule.column
+    nodes = (*kernel.loads, *kernel.body, *kernel.carried)
+    if not any(column in node.meta["dims"] for node in nodes):
+        return 1
+    return -(-(columns or problem.size(column)) // launch.column_tile)

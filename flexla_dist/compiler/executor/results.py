@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 States = tuple[Tensor, ...]
@@ -16,6 +17,18 @@ class ForwardResult:
     output: Tensor
     exit: States
     saved: States
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Shape and dtype of one tensor that a forward pass saves.
+
+    Where it follows from an outline alone, rows (the first dim) are as many as any call of that
+    outline may save: a call fills the first ones.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.layout import ChunkLayout
+from flexla_dist.compiler.executor.problem import Outline
+from flexla_dist.compiler.executor.tables import device_table
 
 MIN_CHUNKS = 8
 
@@ -52,6 +54,29 @@ class Segments:
         return out
 
 
+@dataclass(frozen=True)
+class Cutting:
+    """How long segments are: `fixed` chunks, or so that about `segments` of them run at once."""
+
+    fixed: int | None
+    segments: int = 1
+
+    def length(self, total: int) -> int:
+        """Chunks of a segment, never very few; `total` counts the chunks of all documents."""
+        if self.fixed is not None:
+            return self.fixed
+        return max(MIN_CHUNKS, -(-total // self.segments))
+
+    def most_segments(self, outline: Outline) -> int:
+        """Rows that hold the segments of every call of an outline; 0 if none cuts a document."""
+        chunks = outline.most_chunks
+        if not outline.packed:
+            each = -(-chunks // self.length(outline.batch * chunks))
+            return outline.batch * each if each > 1 else 0
+        cuts = chunks // self.fixed if self.fixed else min(chunks // MIN_CHUNKS, self.segments)
+        return outline.num_sequences + cuts if cuts else 0
+
+
 def cut(layout: ChunkLayout, chunks_per_segment: int) -> Segments:
     """Cut every document into segments of that many chunks."""
     documents, starts, firsts = [], [0], [0]
@@ -81,14 +106,6 @@ def _document_spans(layout: ChunkLayout) -> list[tuple[int, int, int, int]]:
     return [(d, offsets[d], counts[d], offsets[d + 1] - offsets[d]) for d in range(len(counts))]
 
 
-def fitting_length(layout: ChunkLayout, programs_per_document: int, wanted: int) -> int:
-    """Chunks of a segment so that about `wanted` programs run, and never a very short one."""
-    lanes = 1 if layout.packed else layout.batch
-    total = max(len(layout.chunks) * lanes, 1)
-    segments = max(1, wanted // max(programs_per_document, 1))
-    return max(MIN_CHUNKS, -(-total // segments))
-
-
 def segment_decays(decays: Tensor, segments: Segments) -> Tensor:
     """Product of the chunks' elementwise M, [chunks, HV, ...] to [segments, HV, ...]."""
     out = decays.new_ones(segments.count, *decays.shape[1:])
@@ -114,7 +131,7 @@ def fold(
             continue
         owners = {segments.documents[i]: i for i in previous}
         before = [owners[segments.documents[i]] for i in indices]
-        entering[_rows(indices)] = _step(local, decay, matrix, entering, before)
+        entering[select_rows(indices, local.device)] = _step(local, decay, matrix, entering, before)
         previous = indices
     return entering
 
@@ -137,17 +154,17 @@ def _spread(entry: Tensor, documents: tuple[int, ...]) -> Tensor:
         return entry.repeat_interleave(each, 0)
     if list(documents) == [d for d in reversed(order) for _ in range(each)]:
         return entry.flip(0).repeat_interleave(each, 0)
-    return entry[list(documents)]
+    return entry[device_table(documents, entry.device, torch.int64)]
 
 
-def _rows(indices: list[int]) -> slice | list[int]:
-    """Equally spaced indices as a slice, which needs no index tensor on the device."""
+def select_rows(indices: list[int], device: torch.device) -> slice | Tensor:
+    """Indices of rows: a slice where they are equally spaced, else a table on the device."""
     if len(indices) == 1:
         return slice(indices[0], indices[0] + 1)
     step = indices[1] - indices[0]
     if step > 0 and all(b - a == step for a, b in pairwise(indices)):
         return slice(indices[0], indices[-1] + 1, step)
-    return indices
+    return device_table(indices, device, torch.int64)
 
 
 def _step(
@@ -157,7 +174,7 @@ def _step(
     entering: Tensor,
     before: list[int],
 ) -> Tensor:
-    rows = _rows(before)
+    rows = select_rows(before, local.device)
     state, added = entering[rows], local[rows]
     if matrix is not None:
         return torch.matmul(matrix[rows], state) + added

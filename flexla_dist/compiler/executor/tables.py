@@ -18,6 +18,7 @@ from torch import Tensor
 from flexla_dist.errors import ExecutorError
 
 MOST_TABLES = 512
+Key = tuple[tuple[int, ...], torch.device, torch.dtype]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +33,8 @@ class DeviceTables:
 
     def __init__(self, most: int = MOST_TABLES):
         self._most = most
-        self._recent: OrderedDict[tuple, _Table] = OrderedDict()
-        self._captured: dict[tuple, _Table] = {}
+        self._recent: OrderedDict[Key, _Table] = OrderedDict()
+        self._captured: dict[Key, _Table] = {}
 
     def get(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
         """`numbers` as a tensor [n] on a device; [0] if there are none.
@@ -54,10 +55,10 @@ class DeviceTables:
             table.values.record_stream(stream)
         return table.values
 
-    def _recall(self, key: tuple, stream: torch.cuda.Stream | None) -> _Table:
+    def _recall(self, key: Key, stream: torch.cuda.Stream | None) -> _Table:
         found = self._recent.pop(key, None) or self._captured.get(key)
         if found is None:
-            found = _copy(*key, stream)
+            found = _copy(key, stream)
             if type(found.values) is not Tensor:  # a mode that computes shapes alone is active
                 return found
         self._recent[key] = found
@@ -65,7 +66,7 @@ class DeviceTables:
             self._recent.popitem(last=False)
         return found
 
-    def _during_capture(self, key: tuple) -> _Table:
+    def _during_capture(self, key: Key) -> _Table:
         found = self._captured.get(key) or self._recent.get(key)
         if found is None:
             raise ExecutorError(
@@ -76,12 +77,8 @@ class DeviceTables:
         return found
 
 
-def _copy(
-    numbers: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    stream: torch.cuda.Stream | None,
-) -> _Table:
+def _copy(key: Key, stream: torch.cuda.Stream | None) -> _Table:
+    numbers, device, dtype = key
     with torch.inference_mode(False):
         host = torch.tensor(numbers, dtype=dtype, device="cpu")
         values = host.to(device, non_blocking=stream is not None)

@@ -18,8 +18,8 @@ from torch import Tensor
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.gradients import GradientSums
 from flexla_dist.compiler.executor.layout import Slab, scatter
-from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.results import ForwardResult, Gradients, States
+from flexla_dist.compiler.executor.problem import Outline, Problem
+from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved, States
 from flexla_dist.compiler.executor.slab_run import SlabRun
 from flexla_dist.compiler.executor.summary import Summary
 from flexla_dist.compiler.pipeline import Graphs
@@ -56,6 +56,18 @@ class TorchExecutor:
             result = run.full("output", len(self.spec.output_dims))
             scatter(problem.layout, slab, result, output)
         return ForwardResult(output, tuple(leave), _stack(starts))
+
+    def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
+        """Shapes that hold what `forward` saves: the states entering each slab."""
+        chunks = outline.most_chunks
+        rows = -(-chunks // _slab_size(outline))
+        if not outline.packed and chunks > 1:
+            rows = rows + 1  # a ragged tail may be a slab of its own
+        lanes = 1 if outline.packed else outline.batch
+        return tuple(
+            Saved((rows, *outline.state_shape(name, lanes)), outline.compute_dtype)
+            for name in outline.state_names
+        )
 
     def summary(self, problem: Problem, sequence: int) -> SpanMap:
         """M and S_hat of one document (-1: all lanes of an unpacked call), from zero."""
@@ -109,10 +121,10 @@ class TorchExecutor:
         return Gradients(inputs, params, tuple(grad_entry))
 
 
-def _slab_size(problem: Problem) -> int:
-    layout = problem.layout
-    width = max((layout.chunk_size, *problem.sizes.values()))
-    per_chunk = layout.batch * problem.heads * layout.chunk_size * width
+def _slab_size(problem: Outline) -> int:
+    """Chunks of a slab: it depends on the longest chunk that there may be, not on its tokens."""
+    width = max((problem.longest_chunk, *problem.sizes.values()))
+    per_chunk = problem.batch * problem.heads * problem.longest_chunk * width
     numbers = SLAB_NUMBERS if problem.device.type == "cpu" else GPU_SLAB_NUMBERS
     return max(1, numbers // max(per_chunk, 1))
 

@@ -20,9 +20,11 @@ from triton.runtime.errors import OutOfResources
 
 from flexla_dist.compiler.build import load_module, module_text
 from flexla_dist.compiler.emit.kernel import Emitted, emit_kernel
+from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
-from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.results import ForwardResult, Gradients
+from flexla_dist.compiler.executor.problem import Outline, Problem
+from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
+from flexla_dist.compiler.executor.segments import Cutting
 from flexla_dist.compiler.executor.torch_executor import TorchExecutor
 from flexla_dist.compiler.executor.triton_run import TritonRun, interpreting
 from flexla_dist.compiler.pipeline import GRAD_OUTPUT, Graphs
@@ -32,6 +34,7 @@ from flexla_dist.errors import ExecutorError
 States = tuple[Tensor, ...]
 Result = TypeVar("Result")
 MAX_SHRINK = 4
+PROGRAMS_PER_PROCESSOR = 4
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
 
@@ -59,6 +62,10 @@ class TritonExecutor:
                 "carries plain states only"
             )
         self.state_names = tuple(self.spec.state_dims)
+        transitions = graphs.transitions
+        self.mapped_states = tuple(  # those whose M is not the identity
+            n for n in self.state_names if transitions[n].has_decay or transitions[n].has_matrix
+        )
         self._batched = TorchExecutor(graphs)
         self._shrink: dict[Any, int] = {}
         self.segment_chunks: int | None = None  # chunks of a segment; None chooses
@@ -132,6 +139,40 @@ class TritonExecutor:
             return Gradients(inputs, params, run.leaving("grad_next"))
 
         return self._fitting(problem, "backward", once)
+
+    def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
+        """Shapes that hold what `forward` saves: states entering the segments, M of each."""
+        cutting = self.cutting(outline)
+        rows = 0 if cutting is None else cutting.most_segments(outline)
+        if not rows:
+            return ()
+        shapes = [outline.state_shape(name, rows) for name in self.state_names]
+        shapes += [self._map_shape(outline, name, rows) for name in self.mapped_states]
+        return tuple(Saved(shape, torch.float32) for shape in shapes)
+
+    def cutting(self, outline: Outline) -> Cutting | None:
+        """How scans are cut into segments; None if they stay whole.
+
+        The same forward and backward and for column tiles of any size: both must cut alike.
+        """
+        if self.segment_chunks is not None:
+            return Cutting(self.segment_chunks)
+        schedule = self.forward_schedule
+        scan = next((kernel for kernel in schedule.kernels if kernel.kind == "scan"), None)
+        if interpreting() or scan is None:
+            return None
+        launch = launching.configuration(outline, schedule, scan, shrink=0)
+        programs = outline.heads * launching.column_tiles(outline, schedule, scan, launch)
+        wanted = PROGRAMS_PER_PROCESSOR * launching.processors(outline.device)
+        return Cutting(None, max(1, wanted // programs))
+
+    def _map_shape(self, outline: Outline, name: str, rows: int) -> tuple[int, ...]:
+        dims = self.spec.state_dims[name]
+        if self.graphs.transitions[name].has_matrix:
+            dims = (dims[0], dims[0])
+        else:
+            dims = self.graphs.kernel_forward.outputs[f"decay_{name}"].meta["dims"]
+        return (rows, outline.heads, *(outline.size(dim) for dim in dims))
 
     def _fitting(self, problem: Problem, direction: str, once: Callable[[int], Result]) -> Result:
         """Run with the largest column tiles whose kernels fit the device; remembered by sizes."""

@@ -19,11 +19,12 @@ from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.segments import (
     Segments,
     cut,
-    fitting_length,
     fold,
     fold_reverse,
     segment_decays,
+    select_rows,
 )
+from flexla_dist.compiler.executor.tables import device_table
 from flexla_dist.compiler.schedule import Kernel
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 
@@ -31,8 +32,12 @@ if TYPE_CHECKING:
     from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor
 
 States = tuple[Tensor, ...]
-PROGRAMS_PER_PROCESSOR = 4
 __all__ = ["TritonRun", "interpreting"]
+
+
+def _packed_like(x: Tensor) -> Tensor:
+    """Memory for a kernel's result of the shape of x, whatever the strides of x."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 class TritonRun:
@@ -80,16 +85,10 @@ class TritonRun:
 
     def _choose_segments(self) -> Segments | None:
         """Segments of the scans; None where documents alone fill the device."""
-        loops = [k for k in self.schedule.kernels if k.kind == "scan"]
-        length = self.executor.segment_chunks
-        if length is None:
-            if interpreting() or not loops:
-                return None
-            tiles = self.tiles(loops[0], self.configuration(loops[0]))
-            programs = self.problem.heads * tiles
-            wanted = PROGRAMS_PER_PROCESSOR * launching.processors(self.problem.device)
-            length = fitting_length(self.problem.layout, programs, wanted)
-        segments = cut(self.problem.layout, length)
+        cutting = self.executor.cutting(self.problem)
+        if cutting is None:
+            return None
+        segments = cut(self.problem.layout, cutting.length(self.num_chunks))
         return segments if segments.count > self.problem.num_sequences else None
 
     def saved(self) -> States:
@@ -104,10 +103,9 @@ class TritonRun:
         if self.segments is None or not saved:
             return
         names = self.executor.state_names
-        transitions = self.executor.graphs.transitions
-        self.entering = dict(zip(names, saved, strict=False))
-        mapped = [n for n in names if transitions[n].has_decay or transitions[n].has_matrix]
-        self.maps = dict(zip(mapped, saved[len(names) :], strict=True))
+        rows = [x[: self.segments.count] for x in saved]
+        self.entering = dict(zip(names, rows, strict=False))
+        self.maps = dict(zip(self.executor.mapped_states, rows[len(names) :], strict=True))
 
     # -- arguments ----------------------------------------------------------------------------
 
@@ -117,10 +115,10 @@ class TritonRun:
             self.memory[f"{name}_ptr"] = x.contiguous()
         for name, state in zip(self.executor.state_names, entry, strict=True):
             self.memory[f"enter_state_{name}_ptr"] = state.contiguous()
-            self.memory[f"leave_state_{name}_ptr"] = torch.empty_like(state)
+            self.memory[f"leave_state_{name}_ptr"] = _packed_like(state)
         for name, g in zip(self.executor.state_names, grad_exit or (), strict=False):
             self.memory[f"enter_grad_next_{name}_ptr"] = g.contiguous()
-            self.memory[f"leave_grad_next_{name}_ptr"] = torch.empty_like(g)
+            self.memory[f"leave_grad_next_{name}_ptr"] = _packed_like(g)
         unread = torch.zeros(1, dtype=torch.int32, device=problem.device)
         names = ("chunk_start", "chunk_length", "document_chunk", "document_start")
         self.memory.update(dict.fromkeys(names, unread))
@@ -134,8 +132,7 @@ class TritonRun:
             self.memory["document_start"] = self._table(spans.starts)
 
     def _table(self, values: tuple[int, ...] | list[int]) -> Tensor:
-        host = torch.tensor(list(values) or [0], dtype=torch.int32)
-        return host.to(self.problem.device, non_blocking=True)
+        return device_table(values, self.problem.device)
 
     # -- launches -----------------------------------------------------------------------------
 
@@ -250,7 +247,7 @@ class TritonRun:
         order = range(len(documents)) if kind == "state" else range(len(documents) - 1, -1, -1)
         last = {documents[i]: i for i in order}
         rows = [last[d] for d in range(self.problem.num_sequences)]
-        self.memory[f"leave_{key}_ptr"] = leave[rows] if len(rows) > 1 else leave[rows[0] :][:1]
+        self.memory[f"leave_{key}_ptr"] = leave[select_rows(rows, leave.device)].contiguous()
 
     def launch(
         self,
@@ -292,11 +289,7 @@ class TritonRun:
 
     def tiles(self, kernel: Kernel, launch: Launch, columns: int | None = None) -> int:
         """Number of column tiles of a kernel; one where it has no columns."""
-        column = self.schedule.column
-        nodes = (*kernel.loads, *kernel.body, *kernel.carried)
-        if not any(column in node.meta["dims"] for node in nodes):
-            return 1
-        return -(-(columns or self.problem.size(column)) // launch.column_tile)
+        return launching.column_tiles(self.problem, self.schedule, kernel, launch, columns)
 
     def number(self, name: str) -> float | int:
         """A run-time number of a launch."""
