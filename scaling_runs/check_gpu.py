@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import triton
 
-from flexla_dist.compiler.aot import LaunchPlan, Target, describe_call, plan_launches
+from flexla_dist.compiler.aot import CompileTask, Target, describe_call
 from flexla_dist.compiler.aot_pool import CompilePool
 from flexla_dist.compiler.executor.launch import interpreting
-from flexla_dist.errors import FlexlaError
 from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.spec.variants import get_variant, variant_names
 from scaling_runs.check_case import (
@@ -53,7 +52,7 @@ COLUMNS = (
     *("ok", "bits", "worst", *ERROR_COLUMNS, "seconds", "note"),
 )
 SHOWN = COLUMNS[5:]
-Plans = dict[Case, dict[str, list[LaunchPlan]]]
+Work = list[tuple[Case, list[str]]]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,13 +101,12 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def plan_kernels(ops: dict[str, LinearAttentionOp], todo: dict[Case, list[str]]) -> Plans:
-    """The kernels of every case by dtype; a refused case has none and fails when it runs."""
-    plans: Plans = {}
-    for case, dtypes in todo.items():
-        plans[case] = {}
-        for dtype in dtypes:
-            problem = describe_call(
+def compile_tasks(ops: dict[str, LinearAttentionOp], work: Work) -> list[CompileTask]:
+    """The calls of all cases, one for each dtype, in order."""
+    return [
+        CompileTask(
+            ops[case.variant].graphs,
+            describe_call(
                 ops[case.variant].graphs,
                 batch=case.batch,
                 tokens=case.T,
@@ -117,17 +115,11 @@ def plan_kernels(ops: dict[str, LinearAttentionOp], todo: dict[Case, list[str]])
                 sizes=case.sizes,
                 dtype=getattr(torch, dtype),
                 cu_seqlens=case.cu_seqlens,
-            )
-            try:
-                plans[case][dtype] = plan_launches(ops[case.variant].graphs, problem)
-            except FlexlaError:
-                plans[case][dtype] = []
-    return plans
-
-
-def all_plans(plans: Plans) -> list[LaunchPlan]:
-    """Every plan in the order of the cases."""
-    return [x for by_dtype in plans.values() for found in by_dtype.values() for x in found]
+            ),
+        )
+        for case, dtypes in work
+        for dtype in dtypes
+    ]
 
 
 class Checker:
@@ -218,37 +210,35 @@ def _short(error: BaseException) -> str:
 
 
 def run_cases(
-    checker: Checker, plans: Plans, pool: CompilePool, seconds: float | None, begin: float
+    checker: Checker, work: Work, pool: CompilePool | None, seconds: float | None, begin: float
 ) -> int:
-    """Run the planned cases until the time is up; returns how many were left."""
-    todo = list(plans)
-    for at, case in enumerate(todo):
+    """Run cases until the time is up; returns how many were left."""
+    task = 0
+    for at, (case, dtypes) in enumerate(work):
         if seconds is not None and time.perf_counter() - begin > seconds:
-            return len(todo) - at
-        for found in plans[case].values():
-            for plan in found:
-                pool.wait(plan)
-        checker.run(case, list(plans[case]))
+            return len(work) - at
+        for _ in dtypes if pool is not None else ():
+            pool.wait(task)
+            task += 1
+        checker.run(case, dtypes)
     return 0
 
 
-def compile_only(plans: Plans, target: Target, jobs: int, seconds: float | None) -> int:
+def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: float | None) -> int:
     """Compile everything; returns the number of kernels that failed."""
-    every = all_plans(plans)
-    begin, shown = time.perf_counter(), set()
-    with CompilePool(every, target, jobs) as pool:
-        for at, plan in enumerate(every):
+    begin, shown = time.perf_counter(), dict[str, bool]()
+    with CompilePool(tasks, target, jobs) as pool:
+        for at in range(len(tasks)):
             if seconds is not None and time.perf_counter() - begin > seconds:
-                print(f"time is up: {len(every) - at} of {len(every)} plans left")
+                print(f"time is up: {len(tasks) - at} of {len(tasks)} calls left")
                 break
-            for result in pool.wait(plan):
+            for result in pool.wait(at):
                 if str(result) not in shown:
-                    print(f"{at + 1}/{len(every)} {result}", flush=True)
-                    shown.add(str(result))
-        failed = [result for result in pool.results.values() if isinstance(result, str)]
-        count = len(pool.results)
-    print(f"{count} kernels, {len(failed)} failed, {time.perf_counter() - begin:.0f} s")
-    return len(failed)
+                    shown[str(result)] = isinstance(result, str)
+                    print(f"{at + 1}/{len(tasks)} {result}", flush=True)
+    failed = sum(shown.values())
+    print(f"{len(shown)} kernels, {failed} failed, {time.perf_counter() - begin:.0f} s")
+    return failed
 
 
 class CompileCount:
@@ -270,25 +260,29 @@ def main(words: Sequence[str] | None = None) -> int:
     ops = {name: compile(get_variant(name)) for name in options.variants}
     chosen = chosen_cases(options)
     if options.compile_only:
-        plans = plan_kernels(ops, dict.fromkeys(chosen, options.dtypes))
-        return int(compile_only(plans, ("cuda", options.target), options.jobs, options.seconds) > 0)
+        tasks = compile_tasks(ops, [(case, options.dtypes) for case in chosen])
+        target = ("cuda", options.target)
+        return int(compile_only(tasks, target, options.jobs, options.seconds) > 0)
     if not torch.cuda.is_available() and not interpreting():
         print("check_gpu.py needs a CUDA device (or --compile-only)", file=sys.stderr)
         return 2
     machine = describe_machine(options.commit)
     store = RowStore(options.results / f"check_{machine.slug}.csv", COLUMNS, KEY)
     checker = Checker(ops, store, machine, options.again)
-    missing = {case: checker.missing(case, options.dtypes) for case in chosen}
-    plans = plan_kernels(ops, {case: dtypes for case, dtypes in missing.items() if dtypes})
-    with CompilePool(all_plans(plans), gpu_target(), options.jobs) as pool:
-        count = CompileCount()
-        left = run_cases(checker, plans, pool, options.seconds, begin)
+    work = [(case, checker.missing(case, options.dtypes)) for case in chosen]
+    work = [(case, dtypes) for case, dtypes in work if dtypes]
+    count = CompileCount()
+    if interpreting():
+        left = run_cases(checker, work, None, options.seconds, begin)
+    else:
+        with CompilePool(compile_tasks(ops, work), gpu_target(), options.jobs) as pool:
+            left = run_cases(checker, work, pool, options.seconds, begin)
     failed = [row for row in checker.written if row["ok"] != "1"]
     print(format_table(checker.written, SHOWN))
     if failed:
         print(f"\nfailed:\n{format_table(failed, SHOWN)}")
     print(
-        f"\n{len(checker.written)} rows, {len(failed)} failed, {left} of {len(plans)} cases left, "
+        f"\n{len(checker.written)} rows, {len(failed)} failed, {left} of {len(work)} cases left, "
         f"{time.perf_counter() - begin:.0f} s; kernels: {count.found} found in the cache, "
         f"{count.compiled} compiled here; {store.path}"
     )

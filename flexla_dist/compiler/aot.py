@@ -1,11 +1,11 @@
 """Compiles the kernels of a call without running it, on a machine with or without a GPU.
 
-Contract: `plan_launches` runs the triton executor on tensors without memory and notes every launch
-that a real call of those shapes makes: function, argument types, constants, options. Compiling them
-through Triton's own argument binder gives the cache entries that the call itself looks up, so
-kernels made ahead with the same Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR` are found
-there. Nothing is launched. As in a call, kernels that need more shared memory than the target has
-are made again with smaller column tiles.
+Contract: `record_launches` runs the triton executor on tensors without memory and notes every
+launch that a real call of those shapes makes: function, argument types, constants, options.
+Compiling them through Triton's own argument binder gives the cache entries that the call itself
+looks up, so kernels made ahead with the same Triton (`triton_key`), ptxas and `TRITON_CACHE_DIR`
+are found there. Nothing is launched. As in a call, kernels that need more shared memory than the
+target has are made again with smaller column tiles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from triton.runtime.jit import create_function_from_signature
 from flexla_dist.compiler.executor.bind import bind
 from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.triton_executor import MAX_SHRINK, Built, TritonExecutor
+from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor
 from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
@@ -93,12 +93,12 @@ class LaunchRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class LaunchPlan:
-    """Launches of one direction of a call; each later level has smaller column tiles."""
+class CompileTask:
+    """A call whose kernels are wanted: its tensors may have no memory."""
 
-    name: str
-    direction: str
-    levels: tuple[tuple[LaunchRecord, ...], ...]
+    graphs: Graphs
+    problem: Problem
+    directions: tuple[str, ...] = DIRECTIONS
 
 
 class _Noted:
@@ -134,18 +134,6 @@ class _RecordingExecutor(TritonExecutor):
 
     def _fitting(self, problem: Problem, direction: str, once: Callable[[int], Any]) -> Any:
         return once(self.shrink)
-
-    def levels(self, run: Callable[[], object]) -> tuple[tuple[LaunchRecord, ...], ...]:
-        """Launches of `run` with ever smaller column tiles, while they still shrink."""
-        found: list[tuple[LaunchRecord, ...]] = []
-        for self.shrink in range(MAX_SHRINK + 1):
-            self.records = {}
-            run()
-            if found and self.records.keys() == {record.key for record in found[-1]}:
-                break
-            found.append(tuple(self.records.values()))
-        self.shrink = 0
-        return tuple(found)
 
 
 def describe_call(
@@ -197,10 +185,11 @@ def describe_call(
     return bind(spec, inputs, params, scalars, cu_seqlens, chunk_size)
 
 
-def plan_launches(
-    graphs: Graphs, problem: Problem, directions: Sequence[str] = DIRECTIONS
-) -> list[LaunchPlan]:
-    """The distinct launches of a call; `problem` may have tensors without memory.
+def record_launches(task: CompileTask, direction: str, shrink: int = 0) -> list[LaunchRecord]:
+    """The distinct launches of one direction of a call, in order.
+
+    `shrink` halves the column tiles that many times, as a call does on a device where the kernels
+    do not fit.
 
     Raises:
         ExecutorError: the executor refuses the spec or its sizes, or Triton interprets here.
@@ -210,20 +199,17 @@ def plan_launches(
             "kernels cannot be compiled while Triton interprets them; unset TRITON_INTERPRET "
             "before Python starts"
         )
-    executor = _RecordingExecutor(graphs)
-    entry = problem.zero_state()
-    result = executor.forward(problem, entry)
-    runs: dict[str, Callable[[], object]] = {
-        "forward": lambda: executor.forward(problem, entry),
-        "backward": lambda: executor.backward(
-            problem, result.saved, entry, torch.empty_like(result.output), entry
-        ),
-    }
-    for direction in directions:
-        if direction not in runs:
-            raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
-    name = graphs.spec.name
-    return [LaunchPlan(name, d, executor.levels(runs[d])) for d in directions]
+    if direction not in DIRECTIONS:
+        raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
+    executor = _RecordingExecutor(task.graphs)
+    entry = task.problem.zero_state()
+    executor.shrink = shrink if direction == "forward" else 0
+    result = executor.forward(task.problem, entry)
+    if direction == "backward":
+        executor.shrink, executor.records = shrink, {}
+        gradient = torch.empty_like(result.output)
+        executor.backward(task.problem, result.saved, entry, gradient, entry)
+    return list(executor.records.values())
 
 
 def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> CompiledInfo:
@@ -304,9 +290,9 @@ def compile_ahead(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
-    plans = plan_launches(op.graphs, problem, directions)
-    with CompilePool(plans, target, jobs) as pool:
-        return [info for plan in plans for info in pool.kernels(plan)]
+    task = CompileTask(op.graphs, problem, tuple(directions))
+    with CompilePool([task], target, jobs) as pool:
+        return pool.kernels(0)
 
 
 def shared_limit(target: Target) -> int | None:
