@@ -25,6 +25,9 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command("flexla_dist.train.program", "train a language model, sequences over ranks"),
     "generate": Command("flexla_dist.train.sample", "continue a text with a trained model"),
+    "explain": Command(
+        "flexla_dist.compiler.explain.program", "show graphs, plans and kernels of a variant"
+    ),
     "doctor": Command("flexla_dist.doctor", "say what works on this machine and what is missing"),
 }
 
