@@ -30,6 +30,7 @@ from flexla_dist.compiler.partition import Program, partition
 from flexla_dist.compiler.passes.domain import refuse_inverses
 from flexla_dist.compiler.passes.engine import Rule, rewrite
 from flexla_dist.compiler.passes.order import BACKWARD_PASSES, FORWARD_PASSES, UNPADDED_PASSES
+from flexla_dist.compiler.precision import widen_exponents
 from flexla_dist.compiler.signs import analyse_signs
 from flexla_dist.compiler.trace.stages import state_argument, trace_spec
 from flexla_dist.compiler.verify import VerifyError, verify_cell
@@ -124,14 +125,15 @@ class Graphs:
     def programs(self, direction: str, padded: bool) -> dict[int, Program]:
         """Programs by level of `forward`, `backward`, `summary` (elements only) or
         `adjoint_summary` (elements and G_hat)."""
+        forward = direction in ("forward", "summary")
+        cell = widen_exponents(self.forward(padded) if forward else self.backward(padded))
+        verify_cell(cell, "widen exponents")
+        names = list(cell.outputs)
         if direction == "summary":
-            return partition(self.forward(padded), self.elements)
-        if direction == "adjoint_summary":
-            cell = self.backward(padded)
-            names = [n for n in cell.outputs if not n.startswith("grad_")]
-            return partition(cell, names)
-        cell = self.forward(padded) if direction == "forward" else self.backward(padded)
-        return partition(cell)
+            names = self.elements
+        elif direction == "adjoint_summary":
+            names = [n for n in names if not n.startswith("grad_")]
+        return partition(cell, names)
 
 
 def compile_graphs(spec: LinearAttentionSpec, strict: bool = False) -> Graphs:

@@ -95,24 +95,38 @@ def reverse_scan(
     return gradients, gradient
 
 
+@dataclass(frozen=True)
+class LogScales:
+    """Of each chunk: m entering it, `m - m'`, and the factors `carry` and `fresh`."""
+
+    entering: Tensor
+    shift: Tensor
+    carry: Tensor
+    fresh: Tensor
+
+
 def log_scale_scan(
     decay: Tensor, weight: Tensor, chunks: Sequence[Chunk], m: Tensor, enter: Enter, leave: Leave
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log scales of a log-scaled spec: m entering each chunk, `m - m'`, `fresh`, and the last m.
+) -> tuple[LogScales, Tensor]:
+    """Log scales of a log-scaled spec, in the dtype of m, and the last m.
 
-    m' = max(m + decay, weight), fresh = exp(weight - m'); while nothing was written, m is -inf
-    and the shift is -inf too, so that `carry = exp(decay + shift)` is zero.
+    m' = max(m + decay, weight), carry = exp(m + decay - m'), fresh = exp(weight - m'). `decay` and
+    `weight` may be wider than m; m' is rounded before the factors are made of it, so that they fit.
+    While nothing was written, m is -inf, and so is the shift: carry is zero.
     """
-    entering, shifts, fresh = (torch.empty_like(decay) for _ in range(3))
+    scales = LogScales(*(torch.empty_like(decay, dtype=m.dtype) for _ in range(4)))
     for at, chunk in enumerate(chunks):
         if chunk.first:
             m = enter(chunk.document)
-        following = torch.maximum(m + decay[:, :, at], weight[:, :, at])
+        b, mu = decay[:, :, at], weight[:, :, at]
+        following = torch.maximum(m + b, mu).to(m.dtype)
         empty = following == -torch.inf
-        entering[:, :, at] = m
-        shifts[:, :, at] = torch.where(empty, -torch.inf, m - following)
-        fresh[:, :, at] = torch.where(empty, 0.0, weight[:, :, at] - following).exp()
+        shift = torch.where(empty, -torch.inf, m - following)
+        scales.entering[:, :, at] = m
+        scales.shift[:, :, at] = shift
+        scales.carry[:, :, at] = (b + shift).exp()
+        scales.fresh[:, :, at] = torch.where(empty, 0.0, mu - following).exp()
         m = following
         if chunk.last:
             leave(chunk.document, m)
-    return entering, shifts, fresh, m
+    return scales, m

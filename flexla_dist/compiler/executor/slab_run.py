@@ -153,11 +153,15 @@ class SlabRun:
     def scan_log_scale(self, chunks: tuple[Chunk, ...], m: Tensor, ports: Ports) -> Tensor:
         """Fill in log scales and the factors made of them; returns the last log scale."""
         decay, weight = self.full("log_decay", 0), self.full("log_weight", 0)
-        entering, shift, fresh, last = log_scale_scan(
-            decay, weight, chunks, m, ports.enter, ports.leave
+        scales, last = log_scale_scan(decay, weight, chunks, m, ports.enter, ports.leave)
+        self.values.update(
+            {
+                LOG_SCALE: scales.entering,
+                SHIFT: scales.shift,
+                CARRY: scales.carry,
+                FRESH: scales.fresh,
+            }
         )
-        self.values.update({LOG_SCALE: entering, SHIFT: shift, FRESH: fresh})
-        self.values[CARRY] = (decay + shift).exp()
         return last
 
     def reverse(self, carried: list[Tensor], grad_exit: States, grad_entry: list[Tensor]) -> None:

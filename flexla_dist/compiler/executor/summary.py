@@ -47,7 +47,9 @@ class Summary:
         chunks = _inner(run)
         if self.log_decay is not None and self.log_weight is not None:
             self.log_weight = run.scan_log_scale(chunks, self.log_weight, _CLOSED)
-            self.log_decay = self.log_decay + run.full("log_decay", 0).sum(2)
+            self.log_decay = self.log_decay + run.full("log_decay", 0).sum(2).to(
+                self.log_decay.dtype
+            )
         for at, name in enumerate(self.names):
             affine = run.affine(name)
             _, self.local[at] = forward_scan(

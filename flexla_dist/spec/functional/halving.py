@@ -33,10 +33,12 @@ class _Problem:
     """Operands as `[batch, C', ...]` in the compute dtype, C' the padded power of two.
 
     Gates are padded by their last token, so that no exponent turns positive; all else by zeros.
+    The result is in `dtype`; float64 gates are subtracted in float64 even where it is narrower.
     """
 
-    def __init__(self, b_row: Tensor, b_col: Tensor, *operands: Tensor):
-        self.dtype = common_dtype(b_row, b_col, *operands)
+    def __init__(self, b_row: Tensor, b_col: Tensor, *operands: Tensor, dtype: torch.dtype | None):
+        self.dtype = common_dtype(b_row, b_col, *operands) if dtype is None else dtype
+        self.compute = compute_dtype(self.dtype)
         self.lead, self.tokens = b_row.shape[:-2], b_row.shape[-2]
         self.size = padded_length(self.tokens)
         self.same_gate = b_row is b_col
@@ -44,10 +46,10 @@ class _Problem:
         self.b_col = self.b_row if self.same_gate else self._gate(b_col)
 
     def _flat(self, x: Tensor) -> Tensor:
-        return x.to(compute_dtype(self.dtype)).reshape(-1, *x.shape[-2:])
+        return x.to(self.compute).reshape(-1, *x.shape[-2:])
 
     def _gate(self, b: Tensor) -> Tensor:
-        b = self._flat(b)
+        b = b.reshape(-1, *b.shape[-2:]) if b.dtype == torch.float64 else self._flat(b)
         extra = self.size - self.tokens
         return torch.cat((b, b[:, -1:].expand(-1, extra, -1)), 1) if extra else b
 
@@ -67,7 +69,11 @@ class _Problem:
 
     def on_diagonal(self, x: Tensor) -> Tensor:
         """`x * exp(b_row - b_col)`."""
-        return x if self.same_gate else x * (self.b_row - self.b_col).exp_()
+        return x if self.same_gate else x * self.decay(self.b_row - self.b_col)
+
+    def decay(self, exponent: Tensor) -> Tensor:
+        """exp of a difference of gates, in place where it can be."""
+        return exponent.to(self.compute).exp_()
 
 
 class _Level(NamedTuple):
@@ -107,14 +113,21 @@ def _levels(problem: _Problem) -> Iterator[_Level]:
     while half >= 1:
         rows, cols = later(problem.b_row, half), earlier(problem.b_col, half)
         reference = cols[..., half - 1 :, :]
-        col_decay = (reference - cols).exp_() if half > 1 else None
-        yield _Level(half, (rows - reference).exp_(), col_decay)
+        col_decay = problem.decay(reference - cols) if half > 1 else None
+        yield _Level(half, problem.decay(rows - reference), col_decay)
         half //= 2
 
 
-def scores(q: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool) -> Tensor:
+def scores(
+    q: Tensor,
+    k: Tensor,
+    b_row: Tensor,
+    b_col: Tensor,
+    strict: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`sum_k q[r,k] k[s,k] exp(b_row[r,k] - b_col[s,k])` on the region, 0 elsewhere."""
-    problem = _Problem(b_row, b_col, q, k)
+    problem = _Problem(b_row, b_col, q, k, dtype=dtype)
     q, k = problem.rows(q), problem.rows(k)
     out = q.new_zeros(q.shape[0], problem.size, problem.size)
     for level in _levels(problem):
@@ -129,9 +142,16 @@ def scores(q: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool) -> 
     return problem.restore(out[..., : problem.tokens])
 
 
-def row_sums(P: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool) -> Tensor:
+def row_sums(
+    P: Tensor,
+    k: Tensor,
+    b_row: Tensor,
+    b_col: Tensor,
+    strict: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`sum_s P[r,s] k[s,k] exp(b_row[r,k] - b_col[s,k])` over the region."""
-    problem = _Problem(b_row, b_col, P, k)
+    problem = _Problem(b_row, b_col, P, k, dtype=dtype)
     P, k = problem.weights(P), problem.rows(k)
     out = _diagonal_part(problem, P, k, strict)
     for level in _levels(problem):
@@ -139,9 +159,16 @@ def row_sums(P: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool) -
     return problem.restore(out)
 
 
-def col_sums(P: Tensor, q: Tensor, b_row: Tensor, b_col: Tensor, strict: bool) -> Tensor:
+def col_sums(
+    P: Tensor,
+    q: Tensor,
+    b_row: Tensor,
+    b_col: Tensor,
+    strict: bool,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """`sum_r P[r,s] q[r,k] exp(b_row[r,k] - b_col[s,k])` over the region."""
-    problem = _Problem(b_row, b_col, P, q)
+    problem = _Problem(b_row, b_col, P, q, dtype=dtype)
     P, q = problem.weights(P), problem.rows(q)
     out = _diagonal_part(problem, P, q, strict)
     for level in _levels(problem):
@@ -153,7 +180,7 @@ def both_sums(
     P: Tensor, q: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool
 ) -> tuple[Tensor, Tensor]:
     """`row_sums` with k and `col_sums` with q, the decay factors formed once."""
-    problem = _Problem(b_row, b_col, P, q, k)
+    problem = _Problem(b_row, b_col, P, q, k, dtype=None)
     P, q, k = problem.weights(P), problem.rows(q), problem.rows(k)
     rows = _diagonal_part(problem, P, k, strict)
     cols = _diagonal_part(problem, P, q, strict)

@@ -44,7 +44,7 @@ def decay_scores(
             decay_scores, (q, k, b_row, b_col), q, k, b_row, b_col, strict=strict
         )
     _require_rows("decay_scores", q=q, k=k, b_row=b_row, b_col=b_col)
-    q, k, b_row, b_col = _operands("decay_scores", b_row, b_col, q=q, k=k)
+    q, k, b_row, b_col = aligned("decay_scores", b_row, b_col, q=q, k=k)
     return _Scores.apply(q, k, b_row, b_col, strict)
 
 
@@ -70,7 +70,7 @@ def decay_rows(P: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, strict: bool 
         )
     _require_rows("decay_rows", k=k, b_row=b_row, b_col=b_col)
     _require_weights("decay_rows", P, k)
-    P, k, b_row, b_col = _operands("decay_rows", b_row, b_col, P=P, k=k)
+    P, k, b_row, b_col = aligned("decay_rows", b_row, b_col, P=P, k=k)
     return _Rows.apply(P, k, b_row, b_col, strict)
 
 
@@ -96,7 +96,7 @@ def decay_cols(P: Tensor, q: Tensor, b_row: Tensor, b_col: Tensor, strict: bool 
         )
     _require_rows("decay_cols", q=q, b_row=b_row, b_col=b_col)
     _require_weights("decay_cols", P, q)
-    P, q, b_row, b_col = _operands("decay_cols", b_row, b_col, P=P, q=q)
+    P, q, b_row, b_col = aligned("decay_cols", b_row, b_col, P=P, q=q)
     return _Cols.apply(P, q, b_row, b_col, strict)
 
 
@@ -120,7 +120,7 @@ def decay_rows_cols(
         )
     _require_rows("decay_rows_cols", q=q, k=k, b_row=b_row, b_col=b_col)
     _require_weights("decay_rows_cols", P, k)
-    P, q, k, b_row, b_col = _operands("decay_rows_cols", b_row, b_col, P=P, q=q, k=k)
+    P, q, k, b_row, b_col = aligned("decay_rows_cols", b_row, b_col, P=P, q=q, k=k)
     return halving.both_sums(P, q, k, b_row, b_col, strict)
 
 
@@ -137,7 +137,7 @@ def _require_weights(name: str, P: Tensor, rows: Tensor) -> None:
     )
 
 
-def _operands(name: str, b_row: Tensor, b_col: Tensor, **tensors: Tensor) -> list[Tensor]:
+def aligned(name: str, b_row: Tensor, b_col: Tensor, **tensors: Tensor) -> list[Tensor]:
     """Operands and gates with equal batch dims; one gate used twice stays one object."""
     if b_row is b_col:
         *others, b_row = expand_batch(name, 2, **tensors, b_row=b_row)

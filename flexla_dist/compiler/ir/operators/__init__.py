@@ -64,6 +64,15 @@ from flexla_dist.compiler.ir.operators.movement import (
     triu,
     unsqueeze,
 )
+from flexla_dist.compiler.ir.operators.precision import (
+    narrow,
+    wide_decay_cols,
+    wide_decay_matrix,
+    wide_decay_rows,
+    wide_decay_scores,
+    wide_total,
+    widen,
+)
 from flexla_dist.compiler.ir.operators.registry import OPERATORS, Operator, ShapeRuleError, Sizes
 from flexla_dist.compiler.ir.operators.sources import (
     eye,
@@ -111,6 +120,7 @@ __all__ = [
     "maximum",
     "minimum",
     "mul",
+    "narrow",
     "neg",
     "permute",
     "place",
@@ -135,4 +145,10 @@ __all__ = [
     "unit_tril_inverse",
     "unsqueeze",
     "where",
+    "wide_decay_cols",
+    "wide_decay_matrix",
+    "wide_decay_rows",
+    "wide_decay_scores",
+    "wide_total",
+    "widen",
 ]

@@ -39,7 +39,7 @@ class Operator:
     """What the compiler knows of one operator, keyed by the function that computes it."""
 
     name: str
-    kind: str  # elementwise | reduce | shape | contract | mask | domain | source
+    kind: str  # elementwise | reduce | shape | contract | mask | domain | source | cast
     dims: DimsRule
     linear: tuple[int, ...] = ()  # operands in which the result is linear, each alone
 
