@@ -48,16 +48,19 @@ def wide_decay_scores(
     q: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, *, strict: bool
 ) -> Tensor:
     """`decay_scores` of wide gates, in the dtype of q."""
-    return halving.scores(*aligned("decay_scores", b_row, b_col, q=q, k=k), strict, q.dtype)
+    q, k, b_row, b_col = aligned("decay_scores", b_row, b_col, q=q, k=k)
+    return halving.scores(q, k, b_row, b_col, strict, q.dtype)
 
 
 @operator("cast", rules.weighted)
 def wide_decay_rows(p: Tensor, k: Tensor, b_row: Tensor, b_col: Tensor, *, strict: bool) -> Tensor:
     """`decay_rows` of wide gates, in the dtype of p."""
-    return halving.row_sums(*aligned("decay_rows", b_row, b_col, p=p, k=k), strict, p.dtype)
+    p, k, b_row, b_col = aligned("decay_rows", b_row, b_col, p=p, k=k)
+    return halving.row_sums(p, k, b_row, b_col, strict, p.dtype)
 
 
 @operator("cast", rules.weighted)
 def wide_decay_cols(p: Tensor, q: Tensor, b_row: Tensor, b_col: Tensor, *, strict: bool) -> Tensor:
     """`decay_cols` of wide gates, in the dtype of p."""
-    return halving.col_sums(*aligned("decay_cols", b_row, b_col, p=p, q=q), strict, p.dtype)
+    p, q, b_row, b_col = aligned("decay_cols", b_row, b_col, p=p, q=q)
+    return halving.col_sums(p, q, b_row, b_col, strict, p.dtype)
