@@ -90,3 +90,11 @@ class UnsupportedLayerError(FlexlaError, TypeError):
 
 class RecomputeError(FlexlaError, RuntimeError):
     """Activation checkpointing ran a sharded layer again in a way that cannot be matched."""
+
+
+class TransformError(FlexlaError, RuntimeError):
+    """A torch.func transform that operators do not support."""
+
+
+class MissingOperatorError(FlexlaError, ValueError):
+    """A compiled graph calls an operator that no longer exists."""

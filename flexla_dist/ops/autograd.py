@@ -1,23 +1,26 @@
 """A compiled operator as one node of PyTorch's autograd, on one device.
 
 Contract: saves the inputs and a few entry states, never chunk-local values; backward is the
-derived one of the executor. Gradients come back in the dtype of what they belong to. Double
-backward is refused by name.
+derived one of the executor. Gradients come back in the dtype of what they belong to. Autocast has
+no say in what an operator computes: arithmetic follows the dtypes of the inputs, and states stay
+in the compute dtype. `torch.func.grad` and `vjp` work; `vmap`, forward-mode derivatives and
+second derivatives are refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.element import SpanMap
-from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.results import ForwardResult, Gradients
-from flexla_dist.errors import DoubleBackwardError
+from flexla_dist.compiler.executor.problem import Outline, Problem
+from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
+from flexla_dist.errors import DoubleBackwardError, TransformError
 
 States = tuple[Tensor, ...]
 
@@ -47,6 +50,9 @@ class Executor(Protocol):
         self, problem: Problem, saved: States, entry: States, grad_output: Tensor, sequence: int
     ) -> SpanMap:
         """The adjoint element (M^T, G_hat) of one document."""
+
+    def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
+        """What `forward` saves at most; it may save nothing instead."""
 
 
 @dataclass(frozen=True)
@@ -78,34 +84,135 @@ def _with_tensors(
     return replace(problem, inputs=inputs, params=params)
 
 
-def refuse_double_backward(name: str) -> None:
-    """Raise if the backward pass itself is being differentiated (create_graph=True)."""
-    if torch.is_grad_enabled():
-        raise DoubleBackwardError(
-            f"{name}: a second derivative was asked for (create_graph=True), but only first "
-            "derivatives are derived; differentiate flexla_dist.spec.oracle.run_recurrence twice "
-            "instead"
-        )
+# -- what is refused, and what is switched off ------------------------------------------------
+
+
+def refuse_double_backward(name: str) -> NoReturn:
+    """Raise because the backward pass itself is being differentiated."""
+    raise DoubleBackwardError(
+        f"{name}: a second derivative was asked for (create_graph=True), but only first "
+        "derivatives are derived; differentiate flexla_dist.spec.oracle.run_recurrence twice "
+        "instead"
+    )
+
+
+def refuse_vmap(name: str) -> NoReturn:
+    """Raise because an operator is being mapped over a dim that it does not see."""
+    raise TransformError(
+        f"{name}: torch.func.vmap cannot map over a compiled operator; inputs are [B, T, heads, "
+        "...], so move the mapped dim into B: reshape [N, B, T, ...] to [N * B, T, ...]"
+    )
+
+
+def refuse_forward_mode(name: str) -> NoReturn:
+    """Raise because a derivative in forward mode was asked for."""
+    raise TransformError(
+        f"{name}: only reverse-mode derivatives are derived; use torch.func.grad or vjp instead "
+        "of jvp, and jacrev instead of jacfwd"
+    )
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast off where it is on: inside an operator the inputs' dtypes decide."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+# -- nodes ------------------------------------------------------------------------------------
 
 
 class LocalAttention(torch.autograd.Function):
-    """Forward and derived backward of one call on one device."""
+    """Forward and derived backward of one call on one device.
+
+    Results are the output, the exit states, and what backward reads beside the arguments.
+    """
 
     @staticmethod
-    def forward(ctx: Any, executor: Executor, call: Call, num_states: int, *tensors: Tensor) -> Any:
+    def forward(executor: Executor, call: Call, num_states: int, *tensors: Tensor) -> Any:
         entry, rest = tensors[:num_states], tensors[num_states:]
-        result = executor.forward(call.rebuild(rest), entry)
-        ctx.executor, ctx.call, ctx.num_states = executor, call, num_states
-        ctx.num_saved = len(result.saved)
-        ctx.save_for_backward(*tensors, *result.saved)
-        return (result.output, *result.exit)
+        with full_precision(call.problem.device):
+            result = executor.forward(call.rebuild(rest), entry)
+        return (result.output, *result.exit, *result.saved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        refuse_double_backward(ctx.call.problem.spec.name)
-        kept = ctx.saved_tensors
-        tensors, saved = kept[: len(kept) - ctx.num_saved], kept[len(kept) - ctx.num_saved :]
-        entry, rest = tensors[: ctx.num_states], tensors[ctx.num_states :]
-        found = ctx.executor.backward(ctx.call.rebuild(rest), saved, entry, grads[0], grads[1:])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.executor, ctx.call, ctx.num_states = inputs[:3]
+        log_scaled = ctx.call.problem.spec.log_scaled is not None
+        constant = output[1 + ctx.num_states - log_scaled :]  # a log scale has no gradient
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*constant)
+        ctx.save_for_backward(*inputs[3:], *output[1 + ctx.num_states :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        run = LocalGradients.apply if torch.is_grad_enabled() else LocalGradients.forward
+        seeds = grads[: 1 + ctx.num_states]
+        found = run(ctx.executor, ctx.call, ctx.num_states, *seeds, *ctx.saved_tensors)
+        return (None, None, None, *found)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, executor: Executor, call: Call, *rest: Any) -> NoReturn:
+        refuse_vmap(call.problem.spec.name)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode(ctx.call.problem.spec.name)
+
+
+class LocalGradients(torch.autograd.Function):
+    """The backward pass of one call: gradients of entry states, inputs and parameters.
+
+    A node of its own only where its results could be differentiated again: there it refuses.
+    """
+
+    @staticmethod
+    def forward(
+        executor: Executor, call: Call, num_states: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        seeds, kept = tensors[: 1 + num_states], tensors[1 + num_states :]
+        entry, rest = kept[:num_states], kept[num_states : num_states + len(call.names)]
+        problem = call.rebuild(rest)  # type: ignore[arg-type]
+        with full_precision(problem.device):
+            found = executor.backward(
+                problem,
+                kept[num_states + len(call.names) :],  # type: ignore[arg-type]
+                entry,  # type: ignore[arg-type]
+                output_seed(problem, seeds[0]),
+                exit_seeds(entry, seeds[1:]),  # type: ignore[arg-type]
+            )
         named = {**found.inputs, **found.params}
-        return (None, None, None, *found.entry, *(named[name] for name in ctx.call.names))
+        return (*found.entry, *(named[name] for name in call.names))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name = inputs[1].problem.spec.name
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        refuse_double_backward(ctx.name)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, executor: Executor, call: Call, *rest: Any) -> NoReturn:
+        refuse_vmap(call.problem.spec.name)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_forward_mode(ctx.name)
+
+
+def output_seed(problem: Problem, gradient: Tensor | None) -> Tensor:
+    """The gradient of the output; zero where none arrived."""
+    if gradient is not None:
+        return gradient
+    return torch.zeros(problem.output_shape(), dtype=problem.output_dtype, device=problem.device)
+
+
+def exit_seeds(entry: States, gradients: Sequence[Tensor | None]) -> States:
+    """The gradients of the exit states; zero where none arrived."""
+    return tuple(
+        torch.zeros(state.shape, dtype=state.dtype, device=state.device)
+        if gradient is None
+        else gradient.contiguous()
+        for state, gradient in zip(entry, gradients, strict=True)
+    )

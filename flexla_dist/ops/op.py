@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexla_dist.compiler.executor.bind import bind
-from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.executor.bind import bind, outline
+from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.registry import default_executor, make_executor
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
 from flexla_dist.errors import ArgumentError, ArgumentTypeError
+from flexla_dist.ops import custom_ops
 from flexla_dist.ops.autograd import Call, Executor, LocalAttention
 from flexla_dist.ops.check import check_spec
 from flexla_dist.shapes import nearest
@@ -53,6 +54,11 @@ class LinearAttentionOp:
         self._executors: dict[str, Executor] = {}
         if executor is not None:
             self.executor(executor)
+        self.key = custom_ops.register(self, executor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttentionOp:
+        """Itself: copies of a module share the operator, which holds no parameters."""
+        return self
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
@@ -78,6 +84,22 @@ class LinearAttentionOp:
         """Check arguments and describe the call; see `flexla_dist.compiler.executor.bind.bind`."""
         return bind(self.spec, inputs, params or {}, scalars or {}, cu_seqlens, self.chunk_size)
 
+    def outline(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        documents: int | None = None,
+    ) -> Outline:
+        """Check shapes alone; `documents` is the N of a packed call."""
+        return outline(self.spec, inputs, params, documents, self.chunk_size)
+
+    def note_plan(self, executor: Executor, problem: Problem) -> None:
+        """Set `last_plan` to what is being run."""
+        layout = problem.layout
+        self.last_plan = Plan(
+            executor.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
+        )
+
     def __call__(
         self,
         *,
@@ -89,11 +111,15 @@ class LinearAttentionOp:
     ) -> tuple[Tensor, State | None]:
         """Run the operator.
 
+        The dtypes of the inputs decide what is computed, inside autocast too: nothing is cast.
+        Gates and parameters may be wider than the other inputs.
+
         Args:
             initial_state: [N, HV, *dims] a state, a tuple in declared order for several (log-scaled
                 specs have m [N, HV] last); None is zeros.
             output_final_state: also return the states after each document.
-            cu_seqlens: [N + 1] offsets of documents packed along T; needs B = 1.
+            cu_seqlens: [N + 1] offsets of documents packed along T; needs B = 1. On the CPU or a
+                list: its numbers are read, which waits for the device if they are there.
             executor: name of the executor of this call.
             arguments: the inputs [B, T, H, ...], parameters [HV, ...] and scalars of the spec, by
                 name.
@@ -105,14 +131,7 @@ class LinearAttentionOp:
         Raises:
             ArgumentError, ArgumentTypeError: names, shapes, heads, dtypes or offsets do not fit.
         """
-        inputs, params, scalars = self._sort(arguments)
-        problem = self.bind(inputs, params, scalars, cu_seqlens)
-        chosen = self.executor(executor, problem.device)
-        output, exit_state = run_local(chosen, problem, initial_state)
-        layout = problem.layout
-        self.last_plan = Plan(
-            chosen.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
-        )
+        output, exit_state = self._run(arguments, initial_state, cu_seqlens, executor)
         return output, (exit_state if output_final_state else None)
 
     def recurrent_step(
@@ -131,15 +150,34 @@ class LinearAttentionOp:
         Returns:
             Output [B, 1, HV, ...] and the next state.
         """
-        inputs, params, scalars = self._sort(arguments)
-        for name, x in inputs.items():
+        for name in self.spec.inputs:
+            x = arguments.get(name)
             if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] != 1:
                 raise ArgumentError(
                     f"{self.spec.name}: recurrent_step takes one token, input {name!r} has "
                     f"T = {x.shape[1]}; call the operator itself for a whole prompt"
                 )
-        problem = self.bind(inputs, params, scalars)
-        return run_local(self.executor(executor, problem.device), problem, state)
+        return self._run(arguments, state, None, executor)
+
+    def _run(
+        self,
+        arguments: Mapping[str, Any],
+        initial: State | None,
+        cu_seqlens: Tensor | Sequence[int] | None,
+        executor: str | None,
+    ) -> tuple[Tensor, State]:
+        """Output and exit state, by the path that `custom_ops` explains."""
+        inputs, params, scalars = self._sort(arguments)
+        if custom_ops.is_watched():
+            output, leave = custom_ops.call(
+                self, {**inputs, **params}, scalars, initial, cu_seqlens, executor
+            )
+            return output, pack_state(self.spec, leave)
+        problem = self.bind(inputs, params, scalars, cu_seqlens)
+        chosen = self.executor(executor, problem.device)
+        result = run_local(chosen, problem, initial)
+        self.note_plan(chosen, problem)
+        return result
 
     def _sort(
         self, arguments: Mapping[str, Any]
@@ -167,8 +205,8 @@ def run_local(executor: Executor, problem: Problem, initial: State | None) -> tu
     entry = problem.entry_state(initial)
     call = Call.of(problem)
     tensors = (*problem.inputs.values(), *problem.params.values())
-    output, *leave = LocalAttention.apply(executor, call, len(entry), *entry, *tensors)
-    return output, pack_state(problem.spec, tuple(leave))
+    output, *rest = LocalAttention.apply(executor, call, len(entry), *entry, *tensors)
+    return output, pack_state(problem.spec, tuple(rest[: len(entry)]))
 
 
 def pack_state(spec: LinearAttentionSpec, states: tuple[Tensor, ...]) -> State:
