@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from flexla_dist.compiler.explain.costs import H200
+from flexla_dist.compiler.explain.costs import H200, Move
 from flexla_dist.compiler.explain.layers import Box, Picture, place_boxes
 from flexla_dist.compiler.explain.numbers import as_bytes, as_ms
-from flexla_dist.compiler.explain.plans import DirectionPlan
+from flexla_dist.compiler.explain.plans import DirectionPlan, entering_from
 from flexla_dist.compiler.explain.statements import Argument, Listing, Statement
 from flexla_dist.compiler.explain.text import dims_text, place
 
 CHARACTER = 6.65  # width of a character at 11 pixels
 LINE = 15.0
 LONGEST = 46
-DRAWN_ARGUMENTS = ("state", "grad_next", "grad_output", "input", "log_decay", "param")
+STATES = ("state", "grad_next", "grad_output")
+INPUTS = ("input", "log_decay", "param")
+CROWDED = 32  # statements; inputs of a larger graph are read in the text of its boxes
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,14 @@ def stage_class(stage: str) -> str:
 
 def graph_svg(listing: Listing, label: str) -> str:
     """Statements and arguments of a graph; an edge from what is read to what reads it."""
+    drawn = STATES if len(listing.statements) > CROWDED else (*STATES, *INPUTS)
     names = {statement.name for statement in listing.statements}
     used = {name for statement in listing.statements for name in statement.reads}
-    arguments = [
-        a for a in listing.arguments if a.role in DRAWN_ARGUMENTS and a.name in used - names
-    ]
+    arguments = [a for a in listing.arguments if a.role in drawn and a.name in used - names]
     nodes = [_argument(a) for a in arguments] + [_statement(s) for s in listing.statements]
     known = {node.key for node in nodes}
     edges = [(r, s.name) for s in listing.statements for r in s.reads if r in known]
-    return _svg(nodes, edges, {}, label)
+    return _svg(nodes, edges, label)
 
 
 def _argument(argument: Argument) -> _Node:
@@ -69,60 +70,54 @@ def _statement(statement: Statement) -> _Node:
     return _Node(statement.name, (head, _shortened(statement.text)), style, tip)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+def _shortened(text: str, longest: int = LONGEST) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def plan_svg(plan: DirectionPlan) -> str:
     """Kernels in order of launch; an edge for memory that one writes and another reads."""
     nodes: list[_Node] = []
     edges: list[tuple[str, str]] = []
-    labels: dict[tuple[str, str], list[str]] = {}
     written: dict[str, str] = {}
     for number, step in enumerate(plan.kernels, start=1):
         key = str(number)
+        sources: dict[str, list[Move]] = {}
         for move in step.reads:
-            source = written.get(move.name.replace(" entering", " leaving"))
-            if source is not None:
-                edges.append((source, key))
-                labels.setdefault((source, key), []).append(f"{move.name} {as_bytes(move.bytes)}")
-        for move in step.writes:
-            written[move.name] = key
-        inside = {move.name for move in step.reads if move.name in written}
-        given = [m.name for m in step.reads if m.name not in inside and m.name != "offsets"]
-        given = [name for name in given if not name.endswith("entering")]
+            found = [written[name] for name in entering_from(move.name) if name in written]
+            edges += [(source, key) for source in found]
+            sources.setdefault(found[0] if found else "", []).append(move)
+        written.update(dict.fromkeys((move.name for move in step.writes), key))
         lines = (
             f"{number} {step.name}",
             _shortened(step.purpose),
-            _shortened("reads " + ", ".join(given)) if given else "reads what is above",
+            *(_source_line(source, sources[source]) for source in sorted(sources)),
             f"{as_ms(step.seconds(H200))} at least, {step.bound(H200)}",
         )
         tip = "\n".join(p.text for p in step.products) or "no products"
         nodes.append(_Node(key, lines, f"kernel {step.kind}", tip))
-    shown = {edge: ", ".join(texts) for edge, texts in labels.items()}
-    return _svg(nodes, edges, shown, f"kernels, {plan.direction}")
+    return _svg(nodes, edges, f"kernels, {plan.direction}")
 
 
-def _svg(
-    nodes: Sequence[_Node],
-    edges: Sequence[tuple[str, str]],
-    labels: Mapping[tuple[str, str], str],
-    title: str,
-) -> str:
+def _source_line(source: str, moves: Sequence[Move]) -> str:
+    names = ", ".join(move.name for move in moves)
+    size = as_bytes(sum(move.bytes for move in moves))
+    start, end = ("", f" of {source}, {size}") if source else ("reads ", f", {size}")
+    return start + _shortened(names, LONGEST - len(start + end)) + end
+
+
+def _svg(nodes: Sequence[_Node], edges: Sequence[tuple[str, str]], title: str) -> str:
     boxes = [node.box for node in nodes]
     picture = place_boxes(boxes, edges)
     width, height = picture.width, picture.height
     out = [
         f'<svg class="graph" role="img" width="{width:.0f}" height="{height:.0f}" '
+        f'style="min-width:{0.75 * width:.0f}px" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" xmlns="http://www.w3.org/2000/svg">',
         f"<title>{escape(title)}</title>",
     ]
     for edge, points in picture.paths.items():
         a, b = map(escape, edge)
-        tip = f"<title>{escape(labels[edge])}</title>" if edge in labels else ""
-        out.append(
-            f'<path class="edge" data-from="{a}" data-to="{b}" d="{_curve(points)}">{tip}</path>'
-        )
+        out.append(f'<path class="edge" data-from="{a}" data-to="{b}" d="{_curve(points)}"/>')
     for node, box in zip(nodes, boxes, strict=True):
         out.append(_box(node, box, picture))
     out.append("</svg>")

@@ -156,6 +156,12 @@ def _wanted(items: list[_Item], at: int, down: bool) -> float:
     return sum(items[n].x for n in near) / len(near) if near else item.x
 
 
+def _distance(left: _Item, right: _Item) -> float:
+    """Between the centres of neighbours; bends may run close together."""
+    gap = BEND_WIDTH if left.bend and right.bend else GAP
+    return (left.width + right.width) / 2 + gap
+
+
 def _keep_apart(
     items: list[_Item], layer: list[int], wanted: list[float], weights: list[float]
 ) -> list[float]:
@@ -163,7 +169,7 @@ def _keep_apart(
     offset, offsets = 0.0, []
     for i, at in enumerate(layer):
         if i:
-            offset += (items[layer[i - 1]].width + items[at].width) / 2 + GAP
+            offset += _distance(items[layer[i - 1]], items[at])
         offsets.append(offset)
     pools: list[tuple[float, float, int]] = []  # mean, weight, members
     for x, shift, weight in zip(wanted, offsets, weights, strict=True):

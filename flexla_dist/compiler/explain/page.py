@@ -311,7 +311,8 @@ def _direction(plan: DirectionPlan) -> str:
     picture = f'<div class="picture">{plan_svg(plan)}</div>'
     return (
         f"<h3>{plan.direction}: {times(len(plan.kernels), 'launch')}{cut}</h3>{table}"
-        f"<details><summary>what flows between the kernels</summary>{picture}</details>"
+        f'<details open="open"><summary>what flows between the kernels</summary>'
+        f"{picture}</details>"
     )
 
 
@@ -323,12 +324,6 @@ def _step(step: Step, number: int, longest: float) -> str:
     torch_ops = step.kind == "torch"
     tiles = " ".join(f"{dim}{size}" for dim, size in (step.tiles or {}).items())
     name = escape(times(step.calls, "torch op") if torch_ops else step.name)
-    if step.grid:
-        name = (
-            f"<details><summary>{name}</summary><div class='note'>{escape(step.purpose)}<br/>"
-            f"loads {escape(moves_text(step.reads))}<br/>stores {escape(moves_text(step.writes))}"
-            f"<br/><span class='mono'>{escape(products_text(step.products))}</span></div></details>"
-        )
     bars = "".join(
         f'<div class="bar {kind}" style="width:{100 * seconds / longest if longest else 0:.1f}%" '
         f'title="{kind} {as_ms(seconds)}"></div>'
@@ -337,14 +332,26 @@ def _step(step: Step, number: int, longest: float) -> str:
             ("products", step.product_seconds(H200)),
         )
     )
-    style = "quiet" if torch_ops else "sum" if step.kind == "floor" else ""
+    style = "quiet" if torch_ops else "sum" if step.kind == "floor" else "first"
     return (
-        f"<tr class='{style}'><td>{number if step.grid else ''}</td><td>{name}</td>"
+        f"<tr class='{style}'><td>{number if step.grid else ''}</td><td class='n'>{name}</td>"
         f"<td class='n'>{' × '.join(map(str, step.grid))}</td><td class='n'>{tiles}</td>"
         f"<td class='r'>{step.warps or ''}</td><td class='r'>{as_bytes(step.bytes_read)}</td>"
         f"<td class='r'>{as_bytes(step.bytes_written)}</td>"
         f"<td class='r'>{as_flops(step.flops)}</td>"
         f"<td class='r'>{as_ms(step.seconds(H200))}</td><td class='bars'>{bars}</td></tr>"
+        + (_details(step) if step.grid else "")
+    )
+
+
+def _details(step: Step) -> str:
+    text = (
+        f"{step.purpose}; loads {moves_text(step.reads)}; stores {moves_text(step.writes)}; "
+        f"{times(step.stages, 'pipeline stage')}"
+    )
+    return (
+        f"<tr class='more'><td></td><td colspan='9'>{escape(text)}"
+        f"<div class='mono'>{escape(products_text(step.products))}</div></td></tr>"
     )
 
 

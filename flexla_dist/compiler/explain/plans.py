@@ -80,6 +80,24 @@ class Missing:
     reason: str
 
 
+def segment_sum(state: str) -> str:
+    """Name of what segments add to a state when nothing enters them."""
+    return f"{state}_hat of segments"
+
+
+def segment_map(state: str) -> str:
+    """Name of what segments do to a state."""
+    return f"M of {state}'s segments"
+
+
+def entering_from(name: str) -> tuple[str, ...]:
+    """What the entering states `name` are folded from; the name itself for other memory."""
+    if not name.endswith(" entering"):
+        return (name,)
+    state = name.removesuffix(" entering")
+    return (segment_sum(state), segment_map(state), f"decay_{state}")
+
+
 def floor_of(graphs: Graphs, problem: Problem, direction: str) -> Step:
     """The fused floor of a direction, see `DirectionPlan`; states are not counted."""
     given = {**problem.inputs, **problem.params}

@@ -27,6 +27,7 @@ BROADCASTS = frozenset({ops.unsqueeze, ops.squeeze, ops.expand})
 INLINE = BROADCASTS | {ops.permute, ops.select, ops.full, ops.eye, ops.iota, ops.size, ops.tri_mask}
 _FORWARD = ("token_mode", "padding", "chunk_mode", "decay_mode", "merge_mode")
 STAGES = ("", *_FORWARD, *(f"d {stage}" for stage in reversed(_FORWARD)))
+LONGEST_PRODUCT = 64
 LONGEST = 44  # an operand of more characters is a statement of its own
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z_]\w*)\s*=[^=]")
 
@@ -272,7 +273,7 @@ class _Folder:
 
     def _product(self, node: fx.Node) -> str:
         text = self._formula(node, {}).text
-        return text if len(text) <= LONGEST else self.names.brief(node)
+        return text if len(text) <= LONGEST_PRODUCT else self.names.brief(node)
 
     def _has_product(self, node: fx.Node) -> bool:
         if is_product(node):

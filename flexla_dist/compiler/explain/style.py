@@ -31,7 +31,7 @@ nav a { color: var(--chunk); text-decoration: none; }
 .card { border: 1px solid var(--line); border-radius: 8px; padding: 12px 16px; }
 .card .big { font-size: 20px; font-weight: 600; }
 .card .what { color: var(--soft); font-size: 13px; }
-.listing { border: 1px solid var(--line); border-radius: 8px; overflow-x: auto; 
+.listing { border: 1px solid var(--line); border-radius: 8px; overflow-x: auto;
   padding: 6px 0 10px; }
 .listing .stage { padding: 10px 16px 2px; font-size: 13px; font-weight: 600; }
 .listing .user { padding: 5px 16px 0; color: var(--soft); white-space: pre; }
@@ -41,13 +41,16 @@ nav a { color: var(--chunk); text-decoration: none; }
 .listing .made .name { display: inline-block; min-width: 180px; font-weight: 600; }
 .dims { color: var(--soft); font-weight: 400; }
 .s-token { color: var(--token); } .s-chunk { color: var(--chunk); }
-.s-decay { color: var(--decay); } .s-merge { color: var(--merge); } .s-padding { color: var(--padding); }
+.s-decay { color: var(--decay); } .s-merge { color: var(--merge); }
+.s-padding { color: var(--padding); }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th { text-align: left; color: var(--soft); font-weight: 500; border-bottom: 1px solid var(--line);
   padding: 4px 10px 4px 0; white-space: nowrap; }
 td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td.r, th.r { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 td.n { white-space: nowrap; }
+tr.first td { border-bottom: none; padding-bottom: 0; }
+tr.more td { color: var(--soft); padding-top: 0; font-size: 12.5px; }
 tr.sum td { font-weight: 600; } tr.quiet td { color: var(--soft); }
 .scroll { overflow-x: auto; }
 .bars { min-width: 230px; width: 26%; }
@@ -65,6 +68,7 @@ tr.sum td { font-weight: 600; } tr.quiet td { color: var(--soft); }
 .tabs > .panel { display: none; }
 .picture { border: 1px solid var(--line); border-radius: 8px; overflow: auto; max-height: 860px;
   background: var(--paper); text-align: center; }
+svg.graph { max-width: 100%; height: auto; }
 svg.graph text { font-size: 11px; text-anchor: middle; fill: var(--ink); }
 svg.graph text.head { font-weight: 700; }
 svg.graph .edge { fill: none; stroke: var(--soft); stroke-opacity: 0.38; stroke-width: 1.3; }
@@ -78,7 +82,7 @@ svg.graph .product rect { stroke-width: 2.2; fill: var(--wash); }
 svg.graph .kernel rect { fill: var(--wash); stroke: var(--chunk); }
 svg.graph .scan rect, svg.graph .reverse rect, svg.graph .map rect { stroke: var(--decay); }
 svg.graph .node.on rect { stroke: var(--mark); }
-details { margin: 8px 0; } summary { cursor: pointer; }
+details { margin: 8px 0; } td details { margin: 0; } summary { cursor: pointer; }
 pre.source { background: var(--wash); border: 1px solid var(--line); border-radius: 8px;
   padding: 14px 16px; overflow: auto; max-height: 700px; line-height: 1.42; tab-size: 4; }
 pre.source .c { color: var(--soft); } pre.source .k { color: var(--chunk); }

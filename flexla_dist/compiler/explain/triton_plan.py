@@ -19,7 +19,13 @@ from flexla_dist.compiler.executor.launch import LOOPS
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor, interpreting
 from flexla_dist.compiler.explain.costs import Move, Product, Step, policy_of, product_flops
-from flexla_dist.compiler.explain.plans import DirectionPlan, TritonPlan, floor_of
+from flexla_dist.compiler.explain.plans import (
+    DirectionPlan,
+    TritonPlan,
+    floor_of,
+    segment_map,
+    segment_sum,
+)
 from flexla_dist.compiler.explain.statements import (
     Listing,
     Names,
@@ -145,7 +151,7 @@ class _Noted:
         spans = next(x.shape[0] for name, x in memory.items() if name.startswith("enter_"))
         cut = spans > self.owner.problem.num_sequences
         self.owner.segments = spans if cut else 0
-        keeps = any(value for name, value in keywords.items() if name.startswith("KEEP_"))
+        keeps = self._keeps(keywords)
         way = "backwards over" if kind == "reverse" else "over"
         if not cut:
             return f"{way} every document, chunk after chunk"
@@ -158,6 +164,7 @@ class _Noted:
     def _moves(
         self, memory: dict[str, Tensor], keywords: dict[str, Any]
     ) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        keeps = self._keeps(keywords)
         stored = {f"{name}_ptr" for name in self.kernel.stores}
         carried = {f"{node.meta['key']}_ptr" for node in self.kernel.carried}
         reads, writes, offsets = [], [], 0
@@ -165,27 +172,41 @@ class _Noted:
             if pointer in TABLES:
                 offsets += x.nbytes if keywords["PACKED"] else 0
             elif pointer in carried:
-                if keywords.get(f"KEEP_{pointer.removesuffix('_ptr')}", True):
+                if keeps:
                     writes.append(Move(self._name(pointer), x.nbytes))
             elif pointer in stored or pointer.startswith("leave_"):
-                writes.append(Move(self._name(pointer), x.nbytes))
+                writes.append(Move(self._name(pointer, keeps), x.nbytes))
             else:
-                reads.append(Move(self._name(pointer), x.nbytes, self._times(pointer, x, keywords)))
+                name = self._name(pointer, keeps)
+                reads.append(Move(name, x.nbytes, self._times(pointer, x, keywords)))
         if offsets:
             reads.append(Move("offsets", offsets))
         return tuple(reads), tuple(writes)
 
-    def _name(self, pointer: str) -> str:
+    def _keeps(self, keywords: dict[str, Any]) -> bool:
+        """Whether a loop keeps its states; a first pass over segments does not."""
+        flags = [value for name, value in keywords.items() if name.startswith("KEEP_")]
+        return all(flags)
+
+    def _name(self, pointer: str, keeps: bool = True) -> str:
         key = pointer.removesuffix("_ptr")
-        for prefix, shown in (("enter_", "{} entering"), ("leave_", "{} leaving")):
-            if key.startswith(prefix):
-                return shown.format(argument_name(key.removeprefix(prefix)))
+        if key.startswith(("enter_", "leave_")):
+            word, _, rest = key.partition("_")
+            return self._edge(word, argument_name(rest), keeps)
         names = self.owner.names[self.direction]
         for node in (*self.kernel.loads, *self.kernel.stores.values()):
             if node.op == "call_function" and buffer_name(node) == key:
                 return names.of[node]
         state = key.startswith(("state_", "grad_next_"))
         return f"{argument_name(key)} of chunks" if state else result_name(key)
+
+    def _edge(self, word: str, state: str, keeps: bool) -> str:
+        """What enters or leaves a loop."""
+        if self.kernel.kind == "map":
+            return "identity" if word == "enter" else segment_map(state)
+        if not keeps:
+            return "zeros" if word == "enter" else segment_sum(state)
+        return f"{state} {'entering' if word == 'enter' else 'leaving'}"
 
     def _times(self, pointer: str, x: Tensor, keywords: dict[str, Any]) -> int:
         """How often a tensor is asked for: by column tiles, and by the heads of a group."""
