@@ -193,6 +193,12 @@ def _sizes(
                 f"{spec.name}: parameter {name!r} has shape {shape}; expected [{letters}] with "
                 f"HV = {heads}"
             )
+        device = next(iter(inputs.values())).device
+        if params[name].device != device:
+            raise ArgumentError(
+                f"{spec.name}: parameter {name!r} is on {params[name].device}, the inputs on "
+                f"{device}"
+            )
         learn(name, item.dims, shape[1:])
     return {dim: size for dim, (_, size) in found.items()}
 
