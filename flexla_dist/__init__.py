@@ -1,9 +1,11 @@
 """Linear attention from three chunk callables, compiled, and sharded over the sequence.
 
     op = flexla_dist.compile(LinearAttentionSpec(...))   # an operator with a derived backward
+    print(flexla_dist.explain(op))                       # its graphs, plans and kernels
     SequenceParallelLA(layer, mesh["cp"])                # a layer on a part of a sequence
 
-Public names are imported when they are first used, so that `flexla_dist.spec` stays light.
+Public names are imported when they are first used: `import flexla_dist` itself imports nothing, not
+even torch. `ops`, `layers` and `functional` are modules.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexla_dist import layers, ops
+    from flexla_dist.compiler.explain import explain
     from flexla_dist.ops.op import LinearAttentionOp, compile
     from flexla_dist.parallel import (
         SequenceParallelLA,
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
         shard_sequence,
         unshard_sequence,
     )
-    from flexla_dist.spec import LinearAttentionSpec, LogScaled
+    from flexla_dist.spec import LinearAttentionSpec, LogScaled, functional
 
 __version__ = "0.1.0"
 
@@ -31,11 +35,17 @@ _HOMES = {
     "LogScaled": "flexla_dist.spec",
     "SequenceParallelLA": "flexla_dist.parallel",
     "compile": "flexla_dist.ops.op",
+    "explain": "flexla_dist.compiler.explain",
     "parallelize_sequence": "flexla_dist.parallel",
     "sequence_context": "flexla_dist.parallel",
     "sequence_loss": "flexla_dist.parallel",
     "shard_sequence": "flexla_dist.parallel",
     "unshard_sequence": "flexla_dist.parallel",
+}
+_MODULES = {
+    "functional": "flexla_dist.spec.functional",
+    "layers": "flexla_dist.layers",
+    "ops": "flexla_dist.ops",
 }
 
 __all__ = [
@@ -45,6 +55,10 @@ __all__ = [
     "SequenceParallelLA",
     "__version__",
     "compile",
+    "explain",
+    "functional",
+    "layers",
+    "ops",
     "parallelize_sequence",
     "sequence_context",
     "sequence_loss",
@@ -54,10 +68,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+    if name in _MODULES:
+        value: Any = import_module(_MODULES[name])
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import flexla_dist
+
 PACKAGE = Path(__file__).resolve().parents[2] / "flexla_dist"
 GLOSSARY = {"errors", "shapes", ""}
 MAY_IMPORT = {
@@ -98,6 +100,49 @@ layer = LinearAttentionLayer(LayerConfig(width=16, heads=1, key_dim=8, value_dim
 layer(torch.randn(1, 5, 16)).sum().backward()
 """
     run_blocked(body, "triton", "jsonargparse", "rich", "tensorboard")
+
+
+PUBLIC_NAMES = """
+import flexla_dist
+names = set(flexla_dist.__all__)
+assert names <= set(dir(flexla_dist)), names - set(dir(flexla_dist))
+for name in sorted(names):
+    assert getattr(flexla_dist, name) is not None
+assert flexla_dist.functional is flexla_dist.spec.functional
+assert callable(flexla_dist.ops.chunk_gla) and callable(flexla_dist.layers.LinearAttentionLayer)
+assert {"SequenceParallelLA", "compile", "explain", "sequence_context", "sequence_loss"} <= names
+try:
+    flexla_dist.sequence_contxt
+except AttributeError as error:
+    assert "sequence_contxt" in str(error)
+else:
+    raise AssertionError("a misspelt name must be an AttributeError")
+
+explained = flexla_dist.explain("gla", tokens=100, heads=2, K=16)
+for shown in (str(explained), explained.html()):
+    assert "triton is not installed" in shown, shown
+assert "S <- decay * S + S_hat" in str(explained)
+"""
+
+
+def test_public_names_and_explain_without_triton_or_training_packages() -> None:
+    run_blocked(PUBLIC_NAMES, "triton", "jsonargparse", "rich", "tensorboard")
+
+
+def test_package_itself_imports_nothing_heavy() -> None:
+    code = "import sys, flexla_dist; print(sorted({'torch', 'triton'} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    blocks = [x for x in tree.body if isinstance(x, ast.If)]
+    imports = [x for b in blocks for x in ast.walk(b) if isinstance(x, ast.ImportFrom)]
+    seen = {alias.name for x in imports for alias in x.names}
+    assert seen == set(flexla_dist.__all__) - {"__version__"}
 
 
 def test_files_can_be_read_in_one_sitting() -> None:
