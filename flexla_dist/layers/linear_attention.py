@@ -18,6 +18,7 @@ from flexla_dist.layers.exchange import (
 )
 from flexla_dist.layers.gates import StepDecay, accurate
 from flexla_dist.layers.recipes import RECIPES
+from flexla_dist.ops.custom_ops import PUBLISHED
 from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.variants import get_variant
@@ -59,9 +60,21 @@ class LayerConfig:
         return self.heads if self.value_heads is None else self.value_heads
 
 
-@cache
 def variant_op(spec_name: str) -> LinearAttentionOp:
     """The compiled operator of one of the package's specs; layers of a variant share it."""
+    if torch.compiler.is_compiling():
+        return getattr(PUBLISHED, _publish(spec_name))
+    return _compiled(spec_name)
+
+
+@torch.compiler.assume_constant_result
+def _publish(spec_name: str) -> str:
+    """Run by Dynamo, not traced: compiling a spec is no part of a graph."""
+    return PUBLISHED.add(_compiled(spec_name))
+
+
+@cache
+def _compiled(spec_name: str) -> LinearAttentionOp:
     return compile(get_variant(spec_name))
 
 

@@ -201,7 +201,7 @@ class LocalGradients(torch.autograd.Function):
         refuse_forward_mode(ctx.name)
 
 
-def output_seed(problem: Problem, gradient: Tensor | None) -> Tensor:
+def output_seed(problem: Outline, gradient: Tensor | None) -> Tensor:
     """The gradient of the output; zero where none arrived."""
     if gradient is not None:
         return gradient

@@ -35,7 +35,7 @@ from torch import Tensor
 from flexla_dist.compiler.executor.bind import check_offset_type
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import Saved
-from flexla_dist.errors import ArgumentError, ArgumentTypeError, MissingOperatorError
+from flexla_dist.errors import ArgumentTypeError, MissingOperatorError
 from flexla_dist.ops.autograd import (
     Executor,
     exit_seeds,
@@ -99,6 +99,20 @@ def find(key: Key) -> LinearAttentionOp:
     return op
 
 
+class Published:
+    """Holds operators that the package makes for its callers, by key, for as long as it runs.
+
+    Dynamo cannot see into a cache of operators, but it can guard an attribute of a global object.
+    """
+
+    def add(self, op: LinearAttentionOp) -> Key:
+        """Keep an operator; returns the name of its attribute."""
+        setattr(self, op.key, op)
+        return op.key
+
+
+PUBLISHED = Published()
+
 # -- calls ------------------------------------------------------------------------------------
 
 
@@ -107,37 +121,53 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
+@torch.compiler.assume_constant_result
+def signature(key: Key) -> tuple[tuple[str, ...], tuple[tuple[str, float | None], ...], bool]:
+    """Names of tensors in order, scalars with defaults, whether the state is a single tensor.
+
+    Plain constants: a compiled graph has one guard on the key instead of one on each of them.
+    """
+    spec = find(key).spec
+    single = spec.single_state and spec.log_scaled is None
+    return (*spec.inputs, *spec.params), tuple(spec.scalars.items()), single
+
+
 def call(
-    op: LinearAttentionOp,
-    tensors: Mapping[str, Tensor],
-    scalars: Mapping[str, float],
+    key: Key,
+    arguments: Mapping[str, Any],
     initial: Tensor | Sequence[Tensor] | None,
     cu_seqlens: Tensor | Sequence[int] | None,
     executor: str | None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Call an operator as one op; returns output and exit states. Traceable by Dynamo."""
-    name = op.spec.name
-    ordered = []
-    for wanted in (*op.spec.inputs, *op.spec.params):
-        value = tensors.get(wanted)
-        if value is None:
-            raise ArgumentError(f"{name}: {wanted!r} is missing")
+) -> tuple[Tensor, Any]:
+    """Call an operator as one op; returns output and exit state. Traceable by Dynamo."""
+    names, defaults, single = signature(key)
+    known = (*names, *(name for name, _ in defaults))
+    for name in arguments:
+        if name not in known:
+            raise ArgumentTypeError(
+                f"{key}: unexpected argument {name!r}; expected {', '.join(known)}"
+            )
+    tensors = []
+    for name in names:
+        value = arguments.get(name)
         if not isinstance(value, Tensor):
-            raise ArgumentTypeError(f"{name}: {wanted!r} is {type(value).__name__}, not a tensor")
-        ordered.append(value)
-    numbers = []
-    for wanted, default in op.spec.scalars.items():
-        number = scalars.get(wanted)
+            kind = "missing" if value is None else f"{type(value).__name__}, not a tensor"
+            raise ArgumentTypeError(f"{key}: {name!r} is {kind}")
+        tensors.append(value)
+    scalars = []
+    for name, default in defaults:
+        number = arguments.get(name)
         number = default if number is None else number
-        if number is None:
-            raise ArgumentError(f"{name}: scalar {wanted!r} has no default and must be given")
-        numbers.append(float(number))
+        if number is None or isinstance(number, Tensor):
+            kind = "missing and has no default" if number is None else "a tensor, not a number"
+            raise ArgumentTypeError(f"{key}: scalar {name!r} is {kind}")
+        scalars.append(float(number))
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         cu_seqlens = torch.tensor([int(x) for x in cu_seqlens], dtype=torch.int64)
     output, leave, _ = torch.ops.flexla_dist.attention(
-        op.key, ordered, _in_compute_dtype(initial, ordered), numbers, cu_seqlens, executor or ""
+        key, tensors, _in_compute_dtype(initial, tensors), scalars, cu_seqlens, executor or ""
     )
-    return output, tuple(leave)
+    return output, leave[0] if single else tuple(leave)
 
 
 def _in_compute_dtype(
@@ -287,7 +317,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     key, tensors, entry, scalars, cu_seqlens, executor = inputs
     _, leave, saved = output
     ctx.options = (key, scalars, executor)
-    ctx.counts = (len(tensors), len(entry), len(saved))
+    ctx.counts = (len(tensors), len(entry))
     ctx.set_materialize_grads(False)
     log_scaled = find(key).spec.log_scaled is not None
     ctx.mark_non_differentiable(*saved, *leave[len(leave) - log_scaled :])
@@ -297,7 +327,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 
 def _backward(ctx: Any, grad_output: Any, grad_exit: Any, grad_saved: Any) -> tuple[Any, ...]:
     key, scalars, executor = ctx.options
-    num_tensors, num_entry, num_saved = ctx.counts
+    num_tensors, num_entry = ctx.counts
     kept = ctx.saved_tensors
     tensors, entry = list(kept[:num_tensors]), list(kept[num_tensors : num_tensors + num_entry])
     saved = list(kept[num_tensors + num_entry : -1])
@@ -330,7 +360,7 @@ def _refuse_vmap(info: Any, in_dims: Any, key: Key, *rest: Any) -> None:
 def _define() -> torch.library.Library:
     library = torch.library.Library(NAMESPACE, "DEF")
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-    kernels = {
+    kernels: dict[str, tuple[Any, ...]] = {
         "attention": (_attention, _fake_attention, _backward, _setup_context),
         "attention_backward": (
             _attention_backward,

@@ -167,12 +167,9 @@ class LinearAttentionOp:
         executor: str | None,
     ) -> tuple[Tensor, State]:
         """Output and exit state, by the path that `custom_ops` explains."""
-        inputs, params, scalars = self._sort(arguments)
         if custom_ops.is_watched():
-            output, leave = custom_ops.call(
-                self, {**inputs, **params}, scalars, initial, cu_seqlens, executor
-            )
-            return output, pack_state(self.spec, leave)
+            return custom_ops.call(self.key, arguments, initial, cu_seqlens, executor)
+        inputs, params, scalars = self._sort(arguments)
         problem = self.bind(inputs, params, scalars, cu_seqlens)
         chosen = self.executor(executor, problem.device)
         result = run_local(chosen, problem, initial)

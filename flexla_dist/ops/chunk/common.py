@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexla_dist.errors import ArgumentError
+from flexla_dist.ops.custom_ops import PUBLISHED
 from flexla_dist.ops.op import LinearAttentionOp
 from flexla_dist.ops.op import compile as compile_spec
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.spec.variants.options import TokenOptions, with_options
 
+_OPTION_NAMES = tuple(field.name for field in fields(TokenOptions))
 State = Tensor | tuple[Tensor, ...] | None
 
 
-@lru_cache(maxsize=128)
 def operator(variant: str, options: TokenOptions, chunk_size: int | None) -> LinearAttentionOp:
     """The compiled operator of a variant with these options; compiled once."""
+    if torch.compiler.is_compiling():
+        plain = tuple(getattr(options, name) for name in _OPTION_NAMES)
+        return getattr(PUBLISHED, _publish(variant, plain, chunk_size))
+    return _compiled(variant, options, chunk_size)
+
+
+@torch.compiler.assume_constant_result
+def _publish(variant: str, plain: tuple[Any, ...], chunk_size: int | None) -> str:
+    """Run by Dynamo, not traced: compiling a spec is no part of a graph.
+
+    Takes plain numbers and strings, because Dynamo gives a dataclass with its defaults instead.
+    """
+    return PUBLISHED.add(_compiled(variant, TokenOptions(*plain), chunk_size))
+
+
+@lru_cache(maxsize=128)
+def _compiled(variant: str, options: TokenOptions, chunk_size: int | None) -> LinearAttentionOp:
     return compile_spec(with_options(get_variant(variant), options), chunk_size=chunk_size)
 
 
