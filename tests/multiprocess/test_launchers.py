@@ -102,3 +102,14 @@ def test_doctor_runs_the_default_path() -> None:
     result = start([str(BIN / "flexla-dist"), "doctor"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "forward and backward: largest error" in result.stdout
+
+
+@pytest.mark.long
+@pytest.mark.timeout(420)
+def test_quickstart_learns_in_four_minutes(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "launch" / "quickstart.sh"
+    result = start([str(script), "--out", str(tmp_path)], timeout=400.0)
+    assert result.returncode == 0, result.stderr
+    rows = metrics(tmp_path)
+    assert rows[-1]["held_out_bits_per_byte"] <= 2.1
+    assert rows[-2]["seconds"] <= 240.0
