@@ -29,7 +29,12 @@ from flexla_dist.compiler.padding import prove_padding_identity
 from flexla_dist.compiler.partition import Program, partition
 from flexla_dist.compiler.passes.domain import refuse_inverses
 from flexla_dist.compiler.passes.engine import Rule, rewrite
-from flexla_dist.compiler.passes.order import BACKWARD_PASSES, FORWARD_PASSES, UNPADDED_PASSES
+from flexla_dist.compiler.passes.order import (
+    BACKWARD_PASSES,
+    FORWARD_PASSES,
+    KERNEL_PASSES,
+    UNPADDED_PASSES,
+)
 from flexla_dist.compiler.precision import widen_exponents
 from flexla_dist.compiler.signs import analyse_signs
 from flexla_dist.compiler.trace.stages import state_argument, trace_spec
@@ -118,7 +123,7 @@ class Graphs:
         else:
             cell = _kernel_backward_cell(self.spec, self.cell)
         stages = [Stage(f"kernel {direction}", cell)]
-        run_passes(cell, BACKWARD_PASSES, stages)
+        run_passes(cell, (*BACKWARD_PASSES, *KERNEL_PASSES), stages)
         return tuple(stages)
 
     @functools.cache  # noqa: B019

@@ -9,6 +9,10 @@ Contract: `schedule_forward` and `schedule_backward` are pure functions of the g
     reverse         the gradients of the states leaving each chunk
     chunk kernels   gradients of inputs and parameters
 
+In front of a serial loop gates are exponentiated too: vectors, or the tile that they scale. What a
+loop computes anyway and a later kernel needs is stored by the loop. A loop that never sums over the
+state's first dim is cut into row tiles as well as column tiles.
+
 A value travels through memory when making it again costs more than reading it: domain operators
 always, and in front of a serial loop every product with tokens as rows. Everything elementwise is
 made again. A chunk stage with more products than a kernel may hold is cut where the fewest bytes
@@ -18,7 +22,7 @@ cross.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -29,6 +33,12 @@ from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 HEAVY = frozenset({ops.unit_tril_inverse, ops.decay_scores, ops.decay_rows, ops.decay_cols})
+SLOW = frozenset(
+    {
+        *(ops.exp, ops.expm1, ops.log, ops.log1p, ops.sigmoid, ops.logsigmoid, ops.softplus),
+        *(ops.tanh, ops.sqrt, ops.rsqrt, ops.power, ops.sin, ops.cos, ops.cumsum),
+    }
+)
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
 _FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
@@ -50,6 +60,7 @@ class Kernel:
     body: tuple[fx.Node, ...]
     stores: dict[str, fx.Node]
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    row_dim: str | None = None  # a dim of the state that may be tiled too
 
     @property
     def products(self) -> int:
@@ -77,9 +88,11 @@ class _Scheduler:
         self.order = {node: at for at, node in enumerate(cell.graph.nodes)}
         self.level: dict[fx.Node, int] = {}
         self.costly: dict[fx.Node, bool] = {}  # a product or domain operator below it
+        self.gated: dict[fx.Node, bool] = {}  # an exponential or a sum over tokens below it
         for node in cell.graph.nodes:
             if node.op == "placeholder":
                 self.level[node], self.costly[node] = LEVELS[node.meta["role"]], False
+                self.gated[node] = False
             elif node.op == "call_function":
                 operands = [x for x in node.args if isinstance(x, fx.Node)]
                 self.level[node] = max((self.level[x] for x in operands), default=0)
@@ -88,6 +101,7 @@ class _Scheduler:
                     or node.target in HEAVY
                     or any(self.costly[x] for x in operands)
                 )
+                self.gated[node] = node.target in SLOW or any(self.gated[x] for x in operands)
         self.stored: dict[fx.Node, None] = {}
         self.kernels: list[Kernel] = []
 
@@ -119,12 +133,40 @@ class _Scheduler:
             if node in seen or node.op == "placeholder" or node in self.stored:
                 continue
             seen.add(node)
-            early = self.level[node] < level and self.costly[node]
-            if early and self._has_token_rows(node) and node.target not in _FREE:
+            if self.level[node] < level and self._worth_storing(node):
                 found[node] = None
                 continue
             stack.extend(x for x in node.args if isinstance(x, fx.Node))
         return sorted(found, key=self.order.__getitem__)
+
+    def _worth_storing(self, node: fx.Node) -> bool:
+        """A product with token rows, a vector of gates, or a tile scaled by a tile of gates."""
+        if node.target in _FREE or not (self.costly[node] or self.gated[node]):
+            return False
+        if self.costly[node]:
+            return self._has_token_rows(node)
+        if _rank(node) <= 1 or node.target in SLOW:
+            return True
+        bases = [_base(x) for x in node.args if isinstance(x, fx.Node)]
+        return any(self.gated[x] and _rank(x) > 1 for x in bases)
+
+    def shared_with(self, loop: Kernel, roots: Iterable[fx.Node]) -> dict[str, fx.Node]:
+        """Products with token rows that the loop computes and kernels for `roots` need."""
+        inside = set(loop.body)
+        found: dict[str, fx.Node] = {}
+        seen: set[fx.Node] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "placeholder" or node in self.stored:
+                continue
+            seen.add(node)
+            useful = node in inside and self.costly[node] and self._has_token_rows(node)
+            if useful and node.target not in _FREE:
+                found[buffer_name(node)] = node
+                continue
+            stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return found
 
     def heavy_below(self, roots: Iterable[fx.Node]) -> list[fx.Node]:
         """Domain operators that a kernel for `roots` would contain."""
@@ -141,10 +183,14 @@ class _Scheduler:
         self,
         kind: str,
         carried: dict[fx.Node, fx.Node],
+        later: Iterable[fx.Node],
         maps: dict[fx.Node, fx.Node] | None = None,
         decays: dict[str, fx.Node] | None = None,
     ) -> None:
-        """A scan; first whatever should be computed before it, and what M is by itself."""
+        """A scan; first whatever should be computed before it, and what M is by itself.
+
+        `later` are the results of kernels after it, which share what it computes.
+        """
         level = 1 if kind == "scan" else 2
         roots = [*carried.values(), *(maps or {}).values()]
         self.add_chunks(f"before_{kind}", self.wanted_before_loop(roots, level))
@@ -153,14 +199,18 @@ class _Scheduler:
             self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
         if maps:
             self.kernels.append(self._loop("map", maps))
-        self.kernels.append(self._loop(kind, carried))
+        loop = self._loop(kind, carried)
         for node in carried:
             self.stored[node] = None
+        shared = self.shared_with(loop, later)
+        self.stored.update(dict.fromkeys(shared.values()))
+        self.kernels.append(replace(loop, stores=shared) if shared else loop)
 
     def _loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> Kernel:
         body, loads = self.body_of(carried.values())
         loads = [node for node in loads if node not in carried]
-        return Kernel(kind, kind, tuple(loads), tuple(body), {}, carried)
+        row_dim = _free_row_dim(body, carried, self.spec.output_dims[-1])
+        return Kernel(kind, kind, tuple(loads), tuple(body), {}, carried, row_dim)
 
     def add_chunks(
         self, name: str, values: list[fx.Node], results: dict[str, fx.Node] | None = None
@@ -237,6 +287,29 @@ class _Scheduler:
         return {0: 0.02, 1: 0.05, 2: 1.0}[rank]
 
 
+def _rank(node: fx.Node) -> int:
+    return sum(dim != UNIT_DIM for dim in node.meta["dims"])
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view looks at."""
+    while node.op == "call_function" and node.target in _FREE:
+        node = node.args[-1]
+    return node
+
+
+def _free_row_dim(
+    body: Iterable[fx.Node], carried: dict[fx.Node, fx.Node], column: str
+) -> str | None:
+    """First dim of all carried states if the loop never sums over it."""
+    firsts = {node.meta["dims"][0] for node in carried if len(node.meta["dims"]) == 2}
+    if len(firsts) != 1 or any(len(node.meta["dims"]) != 2 for node in carried):
+        return None
+    row = firsts.pop()
+    summed = any(row in _contracted(node) for node in body)
+    return None if summed or row == column else row
+
+
 def contracts(cell: Cell, column: str) -> bool:
     """Does the forward graph sum over the output's columns anywhere?"""
     return any(column in _contracted(node) for node in cell.calls)
@@ -267,7 +340,7 @@ def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
             if f"map_{name}" in outputs
         }
         decays = {name: node for name, node in outputs.items() if name.startswith("decay_")}
-        scheduler.add_loop("scan", carried, maps, decays)
+        scheduler.add_loop("scan", carried, [outputs["output"]], maps, decays)
     heavy = scheduler.heavy_below([outputs["output"]])
     early = [node for node in heavy if scheduler.level[node] == 0]
     scheduler.add_chunks("before_output", early)
@@ -288,11 +361,13 @@ def schedule_backward(spec: LinearAttentionSpec, cell: Cell, forward: Cell) -> S
         for name in spec.state_dims
         if f"grad_next_{name}" in leaving
     }
-    needed = scheduler.body_of([*gradients.values(), *previous.values()])[1]
+    results = [*gradients.values()]
+    needed = scheduler.body_of([*results, *previous.values()])[1]
     if any(node in needed for node in states.values()):
-        scheduler.add_loop("scan", {node: outputs[f"next_{name}"] for name, node in states.items()})
+        carried = {node: outputs[f"next_{name}"] for name, node in states.items()}
+        scheduler.add_loop("scan", carried, [*results, *previous.values()])
     if previous:
-        scheduler.add_loop("reverse", previous)
+        scheduler.add_loop("reverse", previous, results)
     scheduler.add_chunks("gradients", [], gradients)
     column = spec.output_dims[-1]
     return Schedule(tuple(scheduler.kernels), column, contracts(forward, column))

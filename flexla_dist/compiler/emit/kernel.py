@@ -27,6 +27,7 @@ RESERVED = (
     *device.__all__,
     *("tl", "triton", "unit", "head", "tile", "rows", "chunk", "lane", "first", "start", "length"),
     *("document", "first_chunk", "count", "first_token", "tokens", "step", "at"),
+    *("row_tile", "num_row_tiles", "KEEP"),
     *("T", "HV", "MODE", "PACKED", "num_tiles", "num_chunks", "num_tokens", "chunks_per_lane"),
     *("chunk_start", "chunk_length", "document_chunk", "document_start", "float"),
 )
@@ -166,6 +167,10 @@ class _Emitter:
         w.line("head = tl.program_id(1).to(tl.int64)")
         w.line("tile = unit % num_tiles")
         w.line("unit = unit // num_tiles")
+        if self.kernel.row_dim:
+            self._constant("num_row_tiles")
+            w.line("row_tile = unit % num_row_tiles")
+            w.line("unit = unit // num_row_tiles")
         self._constant("tile_C")
         w.line("rows = tl.arange(0, tile_C)")
         for dim in self.dims:
@@ -174,6 +179,8 @@ class _Emitter:
             self._constant(f"size_{dim}")
             self._constant(f"tile_{dim}")
             base = f"tile * tile_{dim} + " if dim == self.column else ""
+            if dim == self.kernel.row_dim:
+                base = f"row_tile * tile_{dim} + "
             w.line(f"{index_name(dim)} = {base}tl.arange(0, tile_{dim})")
 
     def _chunk_position(self) -> None:
@@ -218,6 +225,9 @@ class _Emitter:
                 self._store_state(node)
             for following in self.kernel.carried.values():
                 self._need(following)
+            for name, node in self.kernel.stores.items():
+                with w.block(f"if {self._constant('KEEP')}:"):
+                    self._store_result(name, node)
             for node, following in self.kernel.carried.items():
                 carried = self.expressions.tile(node).name
                 w.line(f"{carried} = {self.expressions.wide(following)}")
@@ -372,8 +382,7 @@ class _Emitter:
         key = node.meta["key"]
         pointer = self._pointer(f"{key}_ptr")
         address, mask = self._block_address(pointer, "(chunk * HV + head)", node.meta["dims"])
-        flag = self._constant(f"KEEP_{key}")
-        with self.writer.block(f"if {flag}:"):
+        with self.writer.block(f"if {self._constant('KEEP')}:"):
             self._store(address, self.expressions.tile(node).name, mask)
 
     def _store_exit(self, node: fx.Node) -> None:

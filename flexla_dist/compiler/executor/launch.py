@@ -22,6 +22,8 @@ MAX_TILE = 256
 DEFAULT_PROCESSORS = 132
 _GATES = {ops.decay_matrix: (0, 1), ops.decay_scan: (0,), ops.decay_scan_reverse: (0,)}
 _VECTOR_GATES = (2, 3)
+ROW_TILE = 64
+CROWDED = frozenset({ops.decay_rows, ops.decay_cols, ops.decay_scan_reverse})  # want more registers
 LOOPS = ("scan", "reverse", "map")
 
 
@@ -117,11 +119,24 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
     wide = problem.output_dtype == torch.float32
     if kernel.kind in LOOPS:
         tile = min(width, 32 if widest > 128 or wide else 64)
-        return Launch(max(MIN_TILE, tile >> shrink), 8 if widest > 128 else 4, 2)
+        warps = 8 if widest > 128 and kernel.row_dim is None else 4
+        return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
     tile = min(width, 64 if widest > 128 or wide else 128)
-    large = kernel.products > 4 or widest * tile >= 128 * 128
-    stages = 2 if widest <= 64 else 1
-    return Launch(max(MIN_TILE, tile >> shrink), 8 if large else 4, stages)
+    crowded = any(node.target in CROWDED for node in kernel.body) or widest > 128
+    return Launch(max(MIN_TILE, tile >> shrink), 8 if crowded else 4, 1)
+
+
+def row_tile(problem: Outline, kernel: Kernel) -> int:
+    """Rows of the state in one program of a loop that may be cut into row tiles."""
+    assert kernel.row_dim is not None
+    return min(power_of_two(problem.size(kernel.row_dim)), ROW_TILE)
+
+
+def row_tiles(problem: Outline, kernel: Kernel) -> int:
+    """Number of row tiles of a loop."""
+    if kernel.row_dim is None:
+        return 1
+    return -(-problem.size(kernel.row_dim) // row_tile(problem, kernel))
 
 
 def column_tiles(

@@ -108,6 +108,9 @@ def _document_spans(layout: ChunkLayout) -> list[tuple[int, int, int, int]]:
 
 def segment_decays(decays: Tensor, segments: Segments) -> Tensor:
     """Product of the chunks' elementwise M, [chunks, HV, ...] to [segments, HV, ...]."""
+    lengths = {b - a for a, b in pairwise(segments.chunks)}
+    if len(lengths) == 1:
+        return decays.unflatten(0, (segments.count, lengths.pop())).prod(1)
     out = decays.new_ones(segments.count, *decays.shape[1:])
     for index, (a, b) in enumerate(pairwise(segments.chunks)):
         if b > a:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from triton.runtime.errors import OutOfResources
 
 from flexla_dist.compiler.build import load_module, module_text
@@ -34,7 +34,7 @@ from flexla_dist.errors import ExecutorError
 States = tuple[Tensor, ...]
 Result = TypeVar("Result")
 MAX_SHRINK = 4
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 1
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
 
@@ -81,6 +81,13 @@ class TritonExecutor:
     def backward_schedule(self) -> Schedule:
         """Kernels of the backward pass."""
         return schedule_backward(self.spec, self.graphs.kernel_backward, self.graphs.kernel_forward)
+
+    @functools.cache  # noqa: B019
+    def gates(self, direction: str) -> set[fx.Node]:
+        """Values that stay in float32 between kernels."""
+        forward = direction == "forward"
+        cell = self.graphs.kernel_forward if forward else self.graphs.kernel_backward
+        return launching.feeds_gates(list(cell.graph.nodes))
 
     @functools.cache  # noqa: B019
     def source(self, direction: str, uneven: frozenset[str]) -> tuple[str, tuple[Emitted, ...]]:
@@ -162,7 +169,8 @@ class TritonExecutor:
         if interpreting() or scan is None:
             return None
         launch = launching.configuration(outline, schedule, scan, shrink=0)
-        programs = outline.heads * launching.column_tiles(outline, schedule, scan, launch)
+        tiles = launching.column_tiles(outline, schedule, scan, launch)
+        programs = outline.heads * tiles * launching.row_tiles(outline, scan)
         wanted = PROGRAMS_PER_PROCESSOR * launching.processors(outline.device)
         return Cutting(None, max(1, wanted // programs))
 

@@ -57,9 +57,7 @@ class TritonRun:
         self.shrink = shrink
         forward = direction == "forward"
         self.schedule = executor.forward_schedule if forward else executor.backward_schedule
-        graphs = executor.graphs
-        cell = graphs.kernel_forward if forward else graphs.kernel_backward
-        self.gates = launching.feeds_gates(list(cell.graph.nodes))
+        self.gates = executor.gates(direction)
         launching.check_sizes(problem, self.schedule.column)
         layout = problem.layout
         self.tile_c = max(launching.MIN_TILE, layout.chunk_size)
@@ -261,19 +259,20 @@ class TritonRun:
         launch = self.configuration(kernel)
         tiles = self.tiles(kernel, launch, columns)
         looping = kernel.kind in LOOPS
-        if override is None or keep:
+        rows = launching.row_tiles(self.problem, kernel)
+        if kernel.kind != "map":
             self._allocate(built, tiles)
         memory = {**self.memory, **(override or {})}
         pointers = [memory[name] for name in built.emitted.pointers]
         numbers = [self.number(name) for name in built.emitted.numbers]
         constants = {
-            name: self.constant(name, launch, tiles, looping, keep, columns)
+            name: self.constant(name, kernel, launch, tiles, keep, columns)
             for name in built.emitted.constants
         }
         units = self.num_chunks
         if looping:
             units = self.segments.count if self.segments else self.problem.num_sequences
-        built.function[(units * tiles, self.problem.heads)](
+        built.function[(units * tiles * rows, self.problem.heads)](
             *pointers,
             *numbers,
             **constants,
@@ -305,9 +304,9 @@ class TritonRun:
     def constant(
         self,
         name: str,
+        kernel: Kernel,
         launch: Launch,
         tiles: int,
-        looping: bool = False,
         keep: bool = True,
         columns: int | None = None,
     ) -> Any:
@@ -323,13 +322,15 @@ class TritonRun:
             dim = name.removeprefix("tile_")
             size = columns if columns and dim == column else problem.size(dim)
             tile = power_of_two(size)
+            if dim == kernel.row_dim:
+                return launching.row_tile(problem, kernel)
             return min(tile, launch.column_tile) if dim == column else tile
         if name.startswith("heads_"):
             return self._group_heads(name.removeprefix("heads_"))
-        if name.startswith("KEEP_"):
-            return keep
-        packed = problem.layout.packed or (looping and self.segments is not None)
+        packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
         return {
+            "KEEP": keep,
+            "num_row_tiles": launching.row_tiles(self.problem, kernel),
             "HV": problem.heads,
             "MODE": launching.dot_mode(problem.output_dtype),
             "PACKED": packed,
@@ -347,9 +348,9 @@ class TritonRun:
     def _allocate(self, built: Built, tiles: int) -> None:
         dtype = self.problem.output_dtype
         for node in built.kernel.carried:
-            self._new(
-                f"{node.meta['key']}_ptr", self._block_shape(node), launching.storage_dtype(dtype)
-            )
+            name = f"{node.meta['key']}_ptr"
+            if name not in self.memory:
+                self._new(name, self._block_shape(node), launching.storage_dtype(dtype))
         for name, node in built.kernel.stores.items():
             if f"{name}_ptr" in self.memory:
                 continue

@@ -192,7 +192,7 @@ def _views(stages: Sequence[Stage], direction: str = "") -> tuple[PassView, ...]
         after = cell_listing(stage.cell, Names(stage.cell))
         title = stage.name
         if direction and before is not None:
-            title = f"kernel {direction} tidy"
+            title = f"{direction} {stage.name.removesuffix(' backward').removesuffix(' kernels')}"
         name = title.replace(" ", "-")
         count = sum(view.title == title for view in views)
         name = f"{name}-{count + 1}" if count else name

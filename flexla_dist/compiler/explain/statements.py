@@ -24,6 +24,7 @@ from flexla_dist.errors import SourceLine
 from flexla_dist.shapes import Dims
 
 BROADCASTS = frozenset({ops.unsqueeze, ops.squeeze, ops.expand})
+ELEMENTWISE_DOMAIN = frozenset({ops.decay_matrix, ops.decay_scan, ops.decay_scan_reverse})
 INLINE = BROADCASTS | {ops.permute, ops.select, ops.full, ops.eye, ops.iota, ops.size, ops.tri_mask}
 _FORWARD = ("token_mode", "padding", "chunk_mode", "decay_mode", "merge_mode")
 STAGES = ("", *_FORWARD, *(f"d {stage}" for stage in reversed(_FORWARD)))
@@ -73,8 +74,8 @@ class Listing:
 
 
 def is_product(node: fx.Node) -> bool:
-    """A matrix product or a domain operator: what costs."""
-    if node.op != "call_function" or node.target is ops.decay_matrix:
+    """A matrix product, or a domain operator made of products."""
+    if node.op != "call_function" or node.target in ELEMENTWISE_DOMAIN:
         return False
     return OPERATORS[node.target].kind in ("contract", "domain")  # type: ignore[index]
 

@@ -150,22 +150,31 @@ def _stage_and_file(statement: Statement) -> tuple[str, str]:
 def _passes(x: Explanation) -> list[str]:
     lines = title("Passes", "explain with --pass NAME shows the graphs in full")
     views = (*x.passes, *x.kernel_passes)
-    width = max(len(view.name) for view in views)
-    for view in views:
-        lines.append(f"  {view.name:<{width}}  {_effect(view)}")
-        indent = " " * (width + 4)
-        if view.fired:
-            lines += _fired(view, indent)
+    width = max(len(view.name) for view in views if not _quiet(view))
+    indent = " " * (width + 4)
+    for quiet, group in groupby(views, _quiet):
+        if quiet:
+            names = "no rule fits in " + ", ".join(view.name for view in group)
+            lines += textwrap.wrap(
+                names, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
+            continue
+        for view in group:
+            lines.append(f"  {view.name:<{width}}  {_effect(view)}")
+            lines += _fired(view, indent) if view.fired else []
             lines += _changes(view, indent)
     return lines
+
+
+def _quiet(view: PassView) -> bool:
+    unchanged = view.before is not None and view.before.operators == view.after.operators
+    return unchanged and not view.fired
 
 
 def _effect(view: PassView) -> str:
     after = view.after
     if view.before is None:
         return _size(after)
-    if not view.fired and view.before.operators == after.operators:
-        return "no rule fits"
     return f"{view.before.operators} -> {_size(after)}"
 
 
@@ -287,7 +296,7 @@ def legend_text() -> str:
 def _direction(plan: DirectionPlan) -> list[str]:
     between = sum(step.calls for step in plan.steps if step.kind == "torch")
     notes = [times(len(plan.kernels), "launch")]
-    notes += [f"{between} PyTorch operations"] if between else []
+    notes += [times(between, "PyTorch operation")] if between else []
     notes += [f"scans in {times(plan.segments, 'segment')}"] if plan.segments else []
     lines = title(f"Executor triton, {plan.direction}", ", ".join(notes))
     rows: list[tuple[str, ...]] = [

@@ -122,7 +122,7 @@ class _Noted:
     ) -> Step:
         kernel, names = self.kernel, self.owner.names[self.direction]
         reads, writes = self._moves(memory, keywords)
-        results = kernel.stores or {_after(n): x for n, x in kernel.carried.items()}
+        results = {**kernel.stores, **{_after(n): x for n, x in kernel.carried.items()}}
         listing = names.listing(kernel.body, results, (*kernel.loads, *kernel.carried))
         tiles = {
             name.removeprefix("tile_"): size
@@ -135,7 +135,7 @@ class _Noted:
             purpose=self._purpose(memory, keywords),
             reads=reads,
             writes=writes,
-            products=self._products(listing, grid, keywords, tiles),
+            products=self._products(listing, self._runs(grid, memory), keywords, tiles),
             grid=grid,
             tiles=tiles,
             warps=keywords["num_warps"],
@@ -175,7 +175,8 @@ class _Noted:
                 if keeps:
                     writes.append(Move(self._name(pointer), x.nbytes))
             elif pointer in stored or pointer.startswith("leave_"):
-                writes.append(Move(self._name(pointer, keeps), x.nbytes))
+                if keeps or pointer not in stored:
+                    writes.append(Move(self._name(pointer, keeps), x.nbytes))
             else:
                 name = self._name(pointer, keeps)
                 reads.append(Move(name, x.nbytes, self._times(pointer, x, keywords)))
@@ -185,8 +186,7 @@ class _Noted:
 
     def _keeps(self, keywords: dict[str, Any]) -> bool:
         """Whether a loop keeps its states; a first pass over segments does not."""
-        flags = [value for name, value in keywords.items() if name.startswith("KEEP_")]
-        return all(flags)
+        return all(value for name, value in keywords.items() if name.startswith("KEEP"))
 
     def _name(self, pointer: str, keeps: bool = True) -> str:
         key = pointer.removesuffix("_ptr")
@@ -209,11 +209,13 @@ class _Noted:
         return f"{state} {'entering' if word == 'enter' else 'leaving'}"
 
     def _times(self, pointer: str, x: Tensor, keywords: dict[str, Any]) -> int:
-        """How often a tensor is asked for: by column tiles, and by the heads of a group."""
+        """How often a tensor is asked for: by tiles of other dims, and by the heads of a group."""
         key = pointer.removesuffix("_ptr").removeprefix("enter_")
-        node = self._load(key)
-        tiled = node is None or self.column in node.meta["dims"]
-        times = 1 if tiled else int(keywords["num_tiles"])
+        node, times = self._load(key), 1
+        rows = getattr(self.kernel, "row_dim", None)
+        for dim, count in ((self.column, "num_tiles"), (rows, "num_row_tiles")):
+            if node is not None and dim not in node.meta["dims"]:
+                times *= int(keywords.get(count, 1))
         spec = self.owner.spec
         if key in spec.inputs:
             times *= keywords["HV"] // x.shape[2]
@@ -226,20 +228,24 @@ class _Noted:
                 return node
         return None
 
+    def _runs(self, grid: tuple[int, ...], memory: dict[str, Tensor]) -> int:
+        """Chunks that all programs compute together; a loop's program has those of its span."""
+        if self.kernel.kind not in LOOPS:
+            return grid[0] * grid[1]
+        problem = self.owner.problem
+        lanes = 1 if problem.layout.packed else problem.batch
+        spans = next(x.shape[0] for name, x in memory.items() if name.startswith("enter_"))
+        return len(problem.layout.chunks) * lanes * (grid[0] // spans) * grid[1]
+
     # -- products -----------------------------------------------------------------------------
 
     def _products(
         self,
         listing: Listing,
-        grid: tuple[int, ...],
+        runs: int,
         keywords: dict[str, Any],
         tiles: dict[str, int],
     ) -> tuple[Product, ...]:
-        problem = self.owner.problem
-        runs = grid[0] * grid[1]
-        if self.kernel.kind in LOOPS:
-            lanes = 1 if problem.layout.packed else problem.batch
-            runs = len(problem.layout.chunks) * lanes * keywords["num_tiles"] * grid[1]
         out = []
         for node, text in listing.products.items():
             flops = product_flops(node, tiles.__getitem__) * runs

@@ -6,7 +6,7 @@ products; then domain operators; then once more what they left behind.
 
 from __future__ import annotations
 
-from flexla_dist.compiler.passes import domain, padding, simplify, transpose
+from flexla_dist.compiler.passes import domain, padding, scans, simplify, transpose
 from flexla_dist.compiler.passes.engine import Rule
 
 FORWARD_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
@@ -19,4 +19,8 @@ BACKWARD_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (("tidy backward", s
 UNPADDED_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
     ("drop padding", padding.RULES),
     ("tidy", simplify.RULES),
+)
+KERNEL_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
+    ("last rows of scans", scans.RULES),
+    ("tidy kernels", simplify.RULES),
 )

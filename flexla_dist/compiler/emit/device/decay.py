@@ -21,8 +21,9 @@ and one product of scaled rows and scaled columns gives all pairs of the block.
 
 The path depends on the gates of the chunk alone, so the same input gives the same bits. Measured on
 an H200 (C = K = 64, bfloat16, four warps, clocks a chunk and processor, loads and stores included):
-2000 for one product with neither reference nor test, which overflows; 3300 for mild gates here;
-15500 when all levels run (gates to -50); 11300, always, for all levels unrolled.
+1900 for one product with neither reference nor test, which overflows; 3200 for mild gates here
+(`decay_rows` 3700, both sums at once 5300); 15500 when all levels run (gates to -50); 11300, always,
+for all levels unrolled. Eight warps take 1.4 to 1.8 times as long.
 """
 
 import triton
@@ -122,7 +123,8 @@ def decay_rows_cols(
     """`decay_rows(p, k, ...)` and `decay_cols(p, q, ...)`, the decays formed once.
 
     Two blocks [C, K] fp32. Cost: that of `decay_rows` and one more product a level. It holds many
-    registers: C = K = 64 wants 8 warps, or tiles of K = 32 with 4.
+    registers: with four warps, tiles of K = 32 fit; K = 64 spills, yet only where levels run does
+    that cost more.
     """
     p = tl.where(_region(C, STRICT), p, 0.0)
     row, col, fits = _whole(b_row, b_col, C, MODE)

@@ -14,8 +14,8 @@ blocks of 4 and L is what is below them. M^4 = 0 and the terms are at most three
 it has three dependent products for the four of two merges.
 
 Measured on an H200 (C = 64, clocks a chunk and processor, loads and stores included): 4000 with
-four warps, 8 KiB of shared memory and 128 registers; 8700 with eight warps, so kernels that invert
-want four. Alternatives with four warps: 4700 with merges only, 10000 with row steps in the blocks
+four warps, 10 KiB of shared memory and 128 registers; 9000 to 11000 with eight warps, so kernels
+that invert want four. Alternatives with four warps: 4700 with merges only, 10000 with row steps in the blocks
 of 16, 13600 to 18300 with merges of whole [C, C] matrices under a mask, which take 96 KiB.
 """
 
@@ -69,20 +69,20 @@ def _inverse_16(L, MODE: tl.constexpr):
 
 @triton.jit
 def _product(a, b, G: tl.constexpr, H: tl.constexpr, MODE: tl.constexpr):
-    """`a @ b` for batches [G, H, H], spread over the warps: a batch goes to one warp, so 32 x 32 is
-    cut in four products [16, 32] x [32, 16]."""
-    if H == 32:
-        x = tl.reshape(a, [G, 2, 1, 16, 32])
-        x = tl.reshape(tl.broadcast_to(x, [G, 2, 2, 16, 32]), [4 * G, 16, 32])
-        y = tl.permute(tl.reshape(b, [G, 1, 32, 2, 16]), [0, 1, 3, 2, 4])
-        y = tl.reshape(tl.broadcast_to(y, [G, 2, 2, 32, 16]), [4 * G, 32, 16])
-        quarters = tl.reshape(mm_exact(x, y, MODE), [G, 2, 2, 16, 16])
-        return tl.reshape(tl.permute(quarters, [0, 1, 3, 2, 4]), [G, 32, 32])
-    elif G == 1:
+    """`a @ b` for batches [G, H, H]. A batch goes to one warp, so a single matrix multiplies as such,
+    and a single 32 x 32 as four products [16, 32] x [32, 16]."""
+    if G > 1:
+        return mm_exact(a, b, MODE)
+    elif H == 32:
+        x = tl.reshape(a, [2, 1, 16, 32])
+        x = tl.reshape(tl.broadcast_to(x, [2, 2, 16, 32]), [4, 16, 32])
+        y = tl.permute(tl.reshape(b, [32, 2, 16]), [1, 0, 2])
+        y = tl.reshape(tl.broadcast_to(y[None, :, :, :], [2, 2, 32, 16]), [4, 32, 16])
+        quarters = tl.reshape(mm_exact(x, y, MODE), [2, 2, 16, 16])
+        return tl.reshape(tl.permute(quarters, [0, 2, 1, 3]), [1, 32, 32])
+    else:
         one = mm_exact(tl.reshape(a, [H, H]), tl.reshape(b, [H, H]), MODE)
         return tl.reshape(one, [1, H, H])
-    else:
-        return mm_exact(a, b, MODE)
 
 
 @triton.jit
