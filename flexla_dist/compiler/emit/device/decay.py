@@ -22,8 +22,8 @@ and one product of scaled rows and scaled columns gives all pairs of the block.
 The path depends on the gates of the chunk alone, so the same input gives the same bits. Measured on
 an H200 (C = K = 64, bfloat16, four warps, clocks a chunk and processor, loads and stores included):
 1900 for one product with neither reference nor test, which overflows; 3200 for mild gates here
-(`decay_rows` 3700, both sums at once 5300); 15500 when all levels run (gates to -50); 11300, always,
-for all levels unrolled. Eight warps take 1.4 to 1.8 times as long.
+(`decay_rows` 3700, both sums at once 5300); 15500 when all levels run (gates to -50); 11300,
+always, for all levels unrolled. Eight warps take 1.4 to 1.8 times as long.
 """
 
 import triton

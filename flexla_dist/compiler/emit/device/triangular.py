@@ -15,8 +15,8 @@ it has three dependent products for the four of two merges.
 
 Measured on an H200 (C = 64, clocks a chunk and processor, loads and stores included): 4000 with
 four warps, 10 KiB of shared memory and 128 registers; 9000 to 11000 with eight warps, so kernels
-that invert want four. Alternatives with four warps: 4700 with merges only, 10000 with row steps in the blocks
-of 16, 13600 to 18300 with merges of whole [C, C] matrices under a mask, which take 96 KiB.
+that invert want four. Alternatives with four warps: 4700 with merges only, 10000 with row steps
+in the blocks of 16, 13600 to 18300 with merges of whole [C, C] under a mask, which take 96 KiB.
 """
 
 import triton
@@ -69,8 +69,8 @@ def _inverse_16(L, MODE: tl.constexpr):
 
 @triton.jit
 def _product(a, b, G: tl.constexpr, H: tl.constexpr, MODE: tl.constexpr):
-    """`a @ b` for batches [G, H, H]. A batch goes to one warp, so a single matrix multiplies as such,
-    and a single 32 x 32 as four products [16, 32] x [32, 16]."""
+    """`a @ b` for batches [G, H, H]. A batch goes to one warp, so a single matrix multiplies as
+    such, and a single 32 x 32 as four products [16, 32] x [32, 16]."""
     if G > 1:
         return mm_exact(a, b, MODE)
     elif H == 32:
