@@ -95,7 +95,9 @@ class _Widening:
             if node.op == "placeholder":
                 self.env[node] = self._argument(node)
             elif node.op == "call_function":
-                self.builder.mark = Mark(node.meta["stage"], node.meta["origin"])
+                self.builder.mark = Mark(
+                    node.meta["stage"], node.meta["origin"], node.meta.get("label", "")
+                )
                 self.env[node] = self._emit(node)
         return self.builder.finish(self._results(self.cell.outputs))
 

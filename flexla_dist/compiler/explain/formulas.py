@@ -46,7 +46,7 @@ _INFIX: dict[Callable[..., Any], tuple[str, int, int]] = {
     ops.logical_and: ("and", COMPARE, SUM),
     ops.logical_or: ("or", COMPARE, SUM),
 }
-_SILENT = frozenset({ops.unsqueeze, ops.squeeze, ops.expand})
+_SILENT = frozenset({ops.unsqueeze, ops.squeeze, ops.expand, ops.widen, ops.narrow})
 _RENAMED = {ops.total: "sum", ops.amax: "max", ops.where: "select", ops.absolute: "abs"}
 
 

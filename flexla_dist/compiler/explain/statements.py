@@ -23,8 +23,10 @@ from flexla_dist.compiler.passes.padding import is_valid_mask
 from flexla_dist.errors import SourceLine
 from flexla_dist.shapes import Dims
 
-BROADCASTS = frozenset({ops.unsqueeze, ops.squeeze, ops.expand})
-ELEMENTWISE_DOMAIN = frozenset({ops.decay_matrix, ops.decay_scan, ops.decay_scan_reverse})
+BROADCASTS = frozenset({ops.unsqueeze, ops.squeeze, ops.expand, ops.widen, ops.narrow})
+ELEMENTWISE_DOMAIN = frozenset(
+    {ops.decay_matrix, ops.wide_decay_matrix, ops.decay_scan, ops.decay_scan_reverse}
+)
 INLINE = BROADCASTS | {ops.permute, ops.select, ops.full, ops.eye, ops.iota, ops.size, ops.tri_mask}
 _FORWARD = ("token_mode", "padding", "chunk_mode", "decay_mode", "merge_mode")
 STAGES = ("", *_FORWARD, *(f"d {stage}" for stage in reversed(_FORWARD)))
@@ -125,6 +127,10 @@ class Names:
                 name = f"{base}{'' if line or base[-1:].isdigit() else '_'}{_letters(letter)}"
         self._taken.add(name)
         self.of[node] = name
+
+    def shown(self, node: fx.Node) -> str:
+        """The name of a node; of a view, the expression of what it looks at."""
+        return self.brief(node) if node.target in INLINE else self.of[node]
 
     def brief(self, node: fx.Node) -> str:
         """The operator of a node on named operands, `k_out.T @ v`."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from flexla_dist.compiler.explain.statements import Names, is_product, result_name
 from flexla_dist.compiler.partition import Program
 from flexla_dist.compiler.pipeline import Graphs
+from flexla_dist.compiler.precision import widen_exponents
 
 WHEN = {
     0: "of a chunk alone",
@@ -40,9 +41,10 @@ def torch_plan(graphs: Graphs) -> tuple[Level, ...]:
     step = "one product a chunk" if dense else "one multiply-add a chunk"
     out = []
     for direction in ("forward", "backward"):
-        cell = graphs.forward(False) if direction == "forward" else graphs.backward(False)
+        narrow = graphs.forward(False) if direction == "forward" else graphs.backward(False)
+        cell = widen_exponents(narrow)  # the graph that programs are cut from
         names = Names(cell)
-        shown = {f"value_{node.name}": names.of[node] for node in cell.calls}
+        shown = {f"value_{node.name}": names.shown(node) for node in cell.calls}
         programs = graphs.programs(direction, False)
         last = max(programs)
         for level in sorted(programs):
