@@ -20,7 +20,7 @@ from flexla_dist.compiler.executor.registry import default_executor, make_execut
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
 from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.ops import custom_ops
-from flexla_dist.ops.autograd import Call, Executor, LocalAttention
+from flexla_dist.ops.autograd import Call, Executor, attend
 from flexla_dist.ops.check import check_spec
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.spec import LinearAttentionSpec
@@ -200,10 +200,9 @@ class LinearAttentionOp:
 def run_local(executor: Executor, problem: Problem, initial: State | None) -> tuple[Tensor, State]:
     """Run a problem through autograd on one device; returns output and exit state."""
     entry = problem.entry_state(initial)
-    call = Call.of(problem)
     tensors = (*problem.inputs.values(), *problem.params.values())
-    output, *rest = LocalAttention.apply(executor, call, len(entry), *entry, *tensors)
-    return output, pack_state(problem.spec, tuple(rest[: len(entry)]))
+    output, *leave = attend(executor, Call.of(problem), entry, tensors)
+    return output, pack_state(problem.spec, tuple(leave))
 
 
 def pack_state(spec: LinearAttentionSpec, states: tuple[Tensor, ...]) -> State:

@@ -16,7 +16,7 @@ class GradientSums:
     def __init__(self, problem: Problem):
         self.problem = problem
         self.inputs = {
-            name: torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            name: torch.zeros_like(x, memory_format=torch.contiguous_format)
             for name, x in problem.inputs.items()
         }
         self.params = {

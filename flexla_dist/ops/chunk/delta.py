@@ -215,7 +215,12 @@ def chunk_kda(
         "only the final state is returned; split the sequence to see states between",
         return_intermediate_states=return_intermediate_states,
     )
-    refuse(name, "CUDA graphs are not captured", use_graph=use_graph, max_num_seqs=max_num_seqs)
+    refuse(
+        name,
+        "wrap the call in torch.cuda.graph instead",
+        use_graph=use_graph,
+        max_num_seqs=max_num_seqs,
+    )
     if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
         raise ArgumentError(
             f"{name}: safe_gate with use_gate_in_kernel needs lower_bound in [-5, 0), "
