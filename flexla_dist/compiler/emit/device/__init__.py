@@ -2,7 +2,8 @@
 
 Contract: `@triton.jit` functions over blocks in registers, fp32 unless said otherwise, with sizes
 as constexpr. They know no variant, load and store nothing, and run on any Triton target and in the
-interpreter (`MODE="ieee"`).
+interpreter (`MODE="ieee"`). They use no constexpr of a module: Triton's cache key of a kernel would
+then depend on which functions were used before it, and kernels made ahead would not be found.
 """
 
 from flexla_dist.compiler.emit.device.decay import (

@@ -31,13 +31,11 @@ import triton.language as tl
 
 from flexla_dist.compiler.emit.device.dot import mm
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def exp(x):
     """`e^x` by the base-2 unit; x fp32 of any shape. Relative error about (2 + |x|) * 2^-24."""
-    return tl.exp2(x * LOG2E)
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -171,7 +169,7 @@ def _factors(b_row, b_col, reference, MODE: tl.constexpr):
 @triton.jit
 def _capped_exp(x, LIMIT: tl.constexpr):
     """`exp(min(x, LIMIT))`; NaN stays NaN."""
-    return tl.exp2(tl.minimum(x * LOG2E, LIMIT * LOG2E, propagate_nan=tl.PropagateNan.ALL))
+    return exp(tl.minimum(x, LIMIT, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
