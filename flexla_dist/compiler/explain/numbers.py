@@ -28,7 +28,7 @@ def as_flops(count: float) -> str:
 
 def as_ms(seconds: float) -> str:
     """`0.125 ms`."""
-    return f"{seconds * 1e3:.3f} ms"
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 5e-7 or not seconds else "<0.001 ms"
 
 
 def times(count: int, what: str) -> str:
