@@ -310,6 +310,13 @@ def _free_row_dim(
     return None if summed or row == column else row
 
 
+def keeps_column_whole(spec: LinearAttentionSpec, forward: Cell, column: str) -> bool:
+    """Must one program hold all columns? It must where the forward graph sums over them, and where
+    a state has none: its gradient is a sum over all columns."""
+    lacking = any(column not in dims for dims in spec.state_dims.values())
+    return lacking or contracts(forward, column)
+
+
 def contracts(cell: Cell, column: str) -> bool:
     """Does the forward graph sum over the output's columns anywhere?"""
     return any(column in _contracted(node) for node in cell.calls)
@@ -346,7 +353,7 @@ def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
     scheduler.add_chunks("before_output", early)
     scheduler.add_chunks("output", [], {"output": outputs["output"]})
     column = spec.output_dims[-1]
-    return Schedule(tuple(scheduler.kernels), column, contracts(cell, column))
+    return Schedule(tuple(scheduler.kernels), column, keeps_column_whole(spec, cell, column))
 
 
 def schedule_backward(spec: LinearAttentionSpec, cell: Cell, forward: Cell) -> Schedule:
@@ -370,7 +377,7 @@ def schedule_backward(spec: LinearAttentionSpec, cell: Cell, forward: Cell) -> S
         scheduler.add_loop("reverse", previous, results)
     scheduler.add_chunks("gradients", [], gradients)
     column = spec.output_dims[-1]
-    return Schedule(tuple(scheduler.kernels), column, contracts(forward, column))
+    return Schedule(tuple(scheduler.kernels), column, keeps_column_whole(spec, forward, column))
 
 
 def _states(cell: Cell) -> dict[str, fx.Node]:

@@ -35,6 +35,7 @@ States = tuple[Tensor, ...]
 Result = TypeVar("Result")
 MAX_SHRINK = 4
 PROGRAMS_PER_PROCESSOR = 1
+LEAST_SEGMENTS = 4  # fewer cost more in passes over the chunks than they bring
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
 
@@ -172,7 +173,8 @@ class TritonExecutor:
         tiles = launching.column_tiles(outline, schedule, scan, launch)
         programs = outline.heads * tiles * launching.row_tiles(outline, scan)
         wanted = PROGRAMS_PER_PROCESSOR * launching.processors(outline.device)
-        return Cutting(None, max(1, wanted // programs))
+        segments = wanted // programs
+        return Cutting(None, segments) if segments >= LEAST_SEGMENTS else None
 
     def _map_shape(self, outline: Outline, name: str, rows: int) -> tuple[int, ...]:
         dims = self.spec.state_dims[name]

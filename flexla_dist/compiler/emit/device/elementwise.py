@@ -1,7 +1,7 @@
 """Functions that Triton's core lacks, exact near zero and free of overflow.
 
-Contract: elementwise over fp32 blocks of any shape. `log1p` and `expm1` are corrected for the rounding of
-`1 + x` and `exp(x)` (Kahan's forms), so that small gates keep their relative accuracy.
+Contract: elementwise over fp32 blocks of any shape. `log1p` and `expm1` are corrected for the
+rounding of `1 + x` and `exp(x)` (Kahan's forms), so that small gates keep their relative accuracy.
 """
 
 import triton
