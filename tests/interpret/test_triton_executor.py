@@ -22,9 +22,9 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore::Deprec
 
 PLAIN = [name for name, spec in SPECS.items() if spec.log_scaled is None]
 FP32 = BOUNDS[torch.float32].output
-# Sums over all tokens of gradients that pass a sum of gates: their terms are large and cancel, and
-# float32 arithmetic in any order has this error (the torch executor sums them in float64).
-CANCELLING = {"dA_log": 1e-4, "ddt_bias": 1e-4}
+# Gradients that pass a sum of gates are row sums minus column sums of one [C, C] value, whose large
+# diagonals cancel, summed over all tokens: plain float32 arithmetic has this error in any order.
+CANCELLING = {"dA_log": 3e-4, "ddt_bias": 3e-4}
 
 
 @dataclass(frozen=True)
