@@ -151,7 +151,8 @@ class LocalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        result = _forward(*arguments[:3], arguments[3:])
+        executor, call, num_states, *tensors = arguments
+        result = _forward(executor, call, num_states, tuple(tensors))
         _remember(ctx, arguments, result.exit, result.saved)
         return (result.output, *result.exit)
 

@@ -12,10 +12,11 @@ states start from zero.
 
 Which path a call takes: under `torch.compile`, `torch.export` or a dispatch mode (fake tensors,
 selective checkpointing, counters of FLOPs) one of these ops, so that a graph holds one node that
-tracers do not look into. Otherwise the node of `flexla_dist.ops.autograd`: an eager call through
-the dispatcher costs 0.03 to 0.05 ms more on the host (its lists of tensors are flattened and
-restored in Python, twice with autograd), and `torch.func` has no rule for the autograd of custom
-ops. Both run the same executors.
+tracers do not look into. Otherwise the node of `flexla_dist.ops.autograd`. Measured on a CPU with
+T = 64 and simple_gla, forward and backward take 0.67 ms through that node and 0.88 ms through
+these ops (lists of tensors are flattened and restored in Python, arguments are checked again in
+backward, saved tensors padded), and `torch.func` has no rule for the autograd of custom ops. Both
+run the same executors.
 
 Shapes without numbers: the fake kernels read no values, so B, T and the number of documents stay
 symbolic and packings of one shape share a graph; heads and dims become constants of the graph.
