@@ -203,7 +203,7 @@ def _bind(
     numbers = dict(zip(op.spec.scalars, scalars, strict=True))
     problem = op.bind(inputs, params, numbers, cu_seqlens)
     states = problem.entry_state(entry or None)
-    return problem, states, op.executor(executor or None, problem.device)
+    return problem, states, op.executor(executor or None, problem.device, problem.compute_dtype)
 
 
 def _attention(
@@ -286,7 +286,7 @@ def _fake_attention(
     outline = _outline(op, tensors, cu_seqlens)
     if entry:
         outline.entry_state(entry)
-    chosen = op.executor(executor or None, outline.device)
+    chosen = op.executor(executor or None, outline.device, outline.compute_dtype)
     like = tensors[0]
     exits = [
         like.new_empty(outline.state_shape(name), dtype=outline.compute_dtype)

@@ -64,12 +64,17 @@ class LinearAttentionOp:
         kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
         return f"LinearAttentionOp({self.spec.name}, M = {{{kinds}}})"
 
-    def executor(self, name: str | None = None, device: torch.device | None = None) -> Executor:
-        """The executor called `name`, else the operator's default, else that of the device.
+    def executor(
+        self,
+        name: str | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Executor:
+        """The executor called `name`, else the operator's default, else that of device and dtype.
 
         Raises ExecutorError for an unknown name, listing those that exist.
         """
-        name = name or self._default or default_executor(device)
+        name = name or self._default or default_executor(self.spec, device, dtype)
         if name not in self._executors:
             self._executors[name] = make_executor(name, self.graphs)
         return self._executors[name]
@@ -171,7 +176,7 @@ class LinearAttentionOp:
             return custom_ops.call(self.key, arguments, initial, cu_seqlens, executor)
         inputs, params, scalars = self._sort(arguments)
         problem = self.bind(inputs, params, scalars, cu_seqlens)
-        chosen = self.executor(executor, problem.device)
+        chosen = self.executor(executor, problem.device, problem.compute_dtype)
         result = run_local(chosen, problem, initial)
         self.note_plan(chosen, problem)
         return result

@@ -202,7 +202,9 @@ class SequenceExchange:
         finals = _finals(output_final_state)
         initial = _as_tuple(initial_state)
         tensors = (*inputs.values(), *params.values(), *initial)
-        engine = op.executor(executor)
+        double = any(t.dtype == torch.float64 for t in tensors)
+        dtype = torch.float64 if double else torch.float32
+        engine = op.executor(executor, tensors[0].device, dtype)
         index = self._next()
         if not self._replay:
             signature = _signature(op, engine, inputs, params, scalars, initial, finals)

@@ -14,13 +14,22 @@ from flexla_dist.compiler.executor.torch_executor import TorchExecutor
 from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import nearest
+from flexla_dist.spec.spec import LinearAttentionSpec
 
 NAMES = ("torch", "triton")
 
 
-def default_executor(device: torch.device | None) -> str:
-    """`triton` on CUDA devices, `torch` elsewhere."""
-    return "triton" if device is not None and device.type == "cuda" else "torch"
+def default_executor(
+    spec: LinearAttentionSpec, device: torch.device | None, dtype: torch.dtype | None = None
+) -> str:
+    """The executor of a call that names none.
+
+    `triton` on CUDA devices for plain states computed in float32; `torch` elsewhere, for
+    log-scaled states, and for calls computed in float64, which the kernels do not have.
+    """
+    on_cuda = device is not None and device.type == "cuda"
+    plain = spec.log_scaled is None and dtype != torch.float64
+    return "triton" if on_cuda and plain else "torch"
 
 
 def make_executor(name: str, graphs: Graphs) -> Any:
