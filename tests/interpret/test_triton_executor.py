@@ -52,6 +52,7 @@ CASES = {
     "two lanes": Case(20, batch=2, chunk_size=16),
     "packed": Case(40, documents=(0, 0, 1, 17, 17, 40, 40), chunk_size=16),
     "steep gates": Case(32, K=16, V=16, gate_scale=30.0),
+    "column tiles": Case(20, V=72, chunk_size=16),
     "segments": Case(70, chunk_size=16, segment=2, K=20, V=24),
     "packed segments": Case(70, documents=(0, 3, 3, 70), chunk_size=16, segment=1),
 }

@@ -146,9 +146,10 @@ def column_tiles(
     launch: Launch,
     columns: int | None = None,
 ) -> int:
-    """Number of column tiles of a kernel; one where it has no columns."""
+    """Number of column tiles of a kernel; one where it has neither columns nor sums over a tile."""
     column = schedule.column
     nodes = (*kernel.loads, *kernel.body, *kernel.carried)
-    if not any(column in node.meta["dims"] for node in nodes):
+    partial = any(node.meta.get("partial") for node in kernel.loads)
+    if not partial and not any(column in node.meta["dims"] for node in nodes):
         return 1
     return -(-(columns or problem.size(column)) // launch.column_tile)
