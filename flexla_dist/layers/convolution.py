@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flexla_dist.compiler.executor.tables import device_table
+
 
 def document_positions(cu_seqlens: Tensor, tokens: int, device: torch.device) -> Tensor:
     """Distance [T] of every token of a packed row from the first token of its document."""
-    starts = cu_seqlens.to(device=device, dtype=torch.int64)
+    if cu_seqlens.device == device or torch.compiler.is_compiling():
+        starts = cu_seqlens.to(device=device, dtype=torch.int64)
+    else:  # copied once, so that a CUDA graph can be captured
+        starts = device_table(cu_seqlens.tolist(), device, torch.int64)
     index = torch.arange(tokens, device=device)
     document = torch.searchsorted(starts, index, right=True) - 1
     return index - starts[document]

@@ -191,5 +191,5 @@ def logical_or(a: Tensor, b: Tensor) -> Tensor:
 def where(mask: Tensor, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """a where the mask holds, else b; a selection, so NaN in the other branch does not leak."""
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        a = torch.tensor(a, dtype=torch.get_default_dtype(), device=mask.device)
+        a = torch.full((), a, dtype=torch.get_default_dtype(), device=mask.device)
     return torch.where(mask, a, b)
