@@ -305,6 +305,15 @@ def test_states_that_mix() -> None:
         derive(lambda S, c: {"S": torch.where(c.total > 0, S.S, S.R), "R": S.R}, pair)
 
 
+def test_a_state_that_is_repeated_before_a_product_is_refused() -> None:
+    with pytest.raises(NotAffineError, match=r"the state \[1, V\] is broadcast to \[K, V\]"):
+        derive(
+            lambda S, c: c.token[None, :] @ (S * c.rows[:, None]),
+            "1 V",
+            merge_mode=lambda S, c: c.v * S,
+        )
+
+
 def test_a_vector_that_writes_into_a_matrix_is_refused() -> None:
     with pytest.raises(NotAffineError, match="of the state moves or sums its entries"):
         derive(
@@ -348,6 +357,10 @@ NOT_LOG_SCALED: dict[str, tuple[Stage, str]] = {
     "unscaled": (lambda S, c: S + c.fresh * c.write, "scaled by c.carry alone"),
     "scaled twice": (lambda S, c: S * c.carry * c.carry + c.fresh * c.write, "c.carry alone"),
     "by row": (lambda S, c: S * c.carry * c.rows[:, None] + c.fresh * c.write, "c.carry alone"),
+    "a factor of its own": (
+        lambda S, c: S * (c.b + c.mu).exp() + c.fresh * c.write,
+        "scaled by c.carry alone",
+    ),
     "added bare": (lambda S, c: S * c.carry + c.write, "must be c.fresh times a value"),
     "fresh squared": (lambda S, c: S * c.carry + c.fresh**2 * c.write, "c.fresh times a value"),
     "fresh plus one": (lambda S, c: S * c.carry + (c.fresh + 1) * c.write, "c.fresh may only be"),

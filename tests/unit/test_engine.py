@@ -171,6 +171,22 @@ SIMPLER: dict[str, tuple[Callable[[Builder, dict[str, fx.Node]], Any], list[str]
         [],
     ),
     "x.T.T": (lambda b, v: b.transpose(b.transpose(v["x"])), []),
+    "turned twice": (
+        lambda b, v: b.emit(
+            ops.total,
+            b.emit(
+                ops.permute,
+                b.emit(
+                    ops.permute,
+                    b.emit(ops.mul, b.emit(ops.unsqueeze, v["x"], dim=-1), v["row"]),
+                    order=(-2, -1, -3),
+                ),
+                order=(-3, -1, -2),
+            ),
+            dim=-1,
+        ),
+        ["unsqueeze", "unsqueeze", "mul", "permute", "total"],
+    ),
     "tril(2 a)": (
         lambda b, v: b.emit(ops.tril, b.emit(ops.mul, v["a"], 2.0), diagonal=0),
         ["tril", "mul"],

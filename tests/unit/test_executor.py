@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flexla_dist.compiler.executor.layout import Chunk
+from flexla_dist.compiler.executor.scan import log_scale_scan
 from flexla_dist.spec.oracle import true_states
 from flexla_dist.testing.budget import BOUNDS, check
 from flexla_dist.testing.inputs import CallInputs, make_inputs
@@ -333,6 +335,18 @@ def test_gates_that_forget_everything_stay_finite(name: str) -> None:
         call = strong_gates(name, strength).to(torch.float32)
         for key, x in results(SPECS[name], call, *call_op(op_of(name), call)).items():
             assert x.isfinite().all(), key
+
+
+def test_a_log_scaled_state_in_which_nothing_was_written_stays_empty() -> None:
+    empty = torch.full((1, 1, 2), -torch.inf)
+    chunks = (Chunk(0, 4, 0, True, False), Chunk(4, 4, 0, False, True))
+    left: dict[int, Tensor] = {}
+    scales, m = log_scale_scan(
+        -torch.ones(1, 1, 2), empty, chunks, m=empty[:, :, 0], enter=lambda n: empty[:, :, 0],
+        leave=left.__setitem__,
+    )  # fmt: skip
+    assert torch.equal(scales.entering, empty) and torch.equal(m, empty[:, :, 0])
+    assert not scales.carry.any() and not scales.fresh.isnan().any() and list(left) == [0]
 
 
 @pytest.mark.parametrize("bias", [-80.0, 80.0])
