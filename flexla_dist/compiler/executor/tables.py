@@ -4,13 +4,19 @@ Contract: equal numbers on one device are copied there once and shared, so that 
 copies nothing: no wait for the device, and nothing that a CUDA graph could not capture. A capture
 needs its tables to be there already, from one call before it, and keeps them for good, because
 the graph reads them whenever it is replayed. Tables are never written to.
+
+On CUDA a table is copied on a stream of its own, so that the copy waits for no other work, and by
+a thread of its own, so that its memory belongs to no pool of a CUDA graph that is being warmed up
+(such pools take what their thread allocates, and are used again after the call).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -24,8 +30,7 @@ Key = tuple[tuple[int, ...], torch.device, torch.dtype]
 @dataclass(frozen=True, eq=False)
 class _Table:
     values: Tensor
-    stream: torch.cuda.Stream | None
-    copied: torch.cuda.Event | None
+    readers: set[int] = field(default_factory=set)  # streams that may still read it
 
 
 class DeviceTables:
@@ -44,21 +49,20 @@ class DeviceTables:
         """
         key = (tuple(numbers) or (0,), device, dtype)
         if device.type != "cuda":
-            return self._recall(key, None).values
+            return self._recall(key).values
         if torch.cuda.is_current_stream_capturing():
             return self._during_capture(key).values
+        table = self._recall(key)
         stream = torch.cuda.current_stream(device)
-        table = self._recall(key, stream)
-        if table.stream != stream:
-            assert table.copied is not None
-            stream.wait_event(table.copied)
+        if stream.cuda_stream not in table.readers:
+            table.readers.add(stream.cuda_stream)
             table.values.record_stream(stream)
         return table.values
 
-    def _recall(self, key: Key, stream: torch.cuda.Stream | None) -> _Table:
+    def _recall(self, key: Key) -> _Table:
         found = self._recent.pop(key, None) or self._captured.get(key)
         if found is None:
-            found = _copy(key, stream)
+            found = _Table(_copy(key))
             if type(found.values) is not Tensor:  # a mode that computes shapes alone is active
                 return found
         self._recent[key] = found
@@ -77,16 +81,32 @@ class DeviceTables:
         return found
 
 
-def _copy(key: Key, stream: torch.cuda.Stream | None) -> _Table:
+def _copy(key: Key) -> Tensor:
     numbers, device, dtype = key
     with torch.inference_mode(False):
         host = torch.tensor(numbers, dtype=dtype, device="cpu")
-        values = host.to(device, non_blocking=stream is not None)
-    if stream is None:
-        return _Table(values, None, None)
-    copied = torch.cuda.Event()
-    copied.record(stream)
-    return _Table(values, stream, copied)
+        return _copy_aside(host, device) if device.type == "cuda" else host.to(device)
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_aside(host: Tensor, device: torch.device) -> Tensor:
+    """Copy to CUDA by another thread on another stream; complete when it returns."""
+    done: Future[Tensor] = Future()
+
+    def work() -> None:
+        try:
+            stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
+            with torch.cuda.stream(stream):
+                values = host.to(device, non_blocking=True)
+                stream.synchronize()
+            done.set_result(values)
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=work, name="flexla-dist-table").start()
+    return done.result()
 
 
 _TABLES = DeviceTables()
