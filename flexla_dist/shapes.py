@@ -30,8 +30,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint ` (did you mean 'x'?)` for a misspelt name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def compute_dtype_name(name: str) -> str:
-    """Name of the dtype in which states and decays are kept for inputs of dtype `name`."""
-    return "float64" if name == "float64" else "float32"

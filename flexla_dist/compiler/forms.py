@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.ir.graph import Operand, dims_of
+from flexla_dist.compiler.ir.graph import dims_of
 from flexla_dist.compiler.passes.simplify import constant_of
 from flexla_dist.shapes import UNIT_DIM
 
@@ -231,8 +231,3 @@ def axes_of(monomial: Monomial) -> frozenset[int]:
 def moved(a: Form, moves: dict[int, Place]) -> Form:
     """The form with axes renamed."""
     return {sort_monomial(v.moved(moves) for v in m): value for m, value in a.items()}
-
-
-def operand_form(x: Operand) -> Form:
-    """Form of a node in its own frame, or of a number."""
-    return form(whole(x) if isinstance(x, fx.Node) else float(x))

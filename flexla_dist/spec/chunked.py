@@ -74,7 +74,7 @@ def run_chunks(
     if not output_final_state:
         return output, None
     states = {name: torch.stack([final[name] for final in finals]) for name in start}
-    return output, ordered_states(spec, states)
+    return output, ordered_states(states)
 
 
 class _Head:

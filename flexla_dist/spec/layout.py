@@ -161,7 +161,7 @@ def named_states(
     return {name: value.to(dtype) for name, value in zip(names, values, strict=True)}
 
 
-def ordered_states(spec: LinearAttentionSpec, states: Mapping[str, Tensor]) -> States:
+def ordered_states(states: Mapping[str, Tensor]) -> States:
     """One tensor for a single state, else a tuple in declared order (m last)."""
     values = tuple(states.values())
     return values[0] if len(values) == 1 else values

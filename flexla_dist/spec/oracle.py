@@ -120,7 +120,7 @@ def _final_states(spec: LinearAttentionSpec, finals: list[dict[str, Tensor]]) ->
     if spec.log_scaled is not None:
         first = next(iter(states.values()))
         states["m"] = first.new_zeros(first.shape[:2])
-    return ordered_states(spec, states)
+    return ordered_states(states)
 
 
 def true_states(spec: LinearAttentionSpec, states: States) -> tuple[Tensor, ...]:

@@ -243,7 +243,7 @@ def _times_choice(b: Builder, m: Match) -> Operand | None:
     return None
 
 
-def _fold_choice(fn: Callable[..., Any], compute: Callable[..., float]) -> Replacement:
+def _fold_choice(compute: Callable[..., float]) -> Replacement:
     """Arithmetic with constants moves into a choice between constants."""
 
     def replacement(b: Builder, m: Match) -> Operand | None:
@@ -343,16 +343,16 @@ RULES: tuple[Rule, ...] = (
     Rule("times ones of a mask", either(ops.mul, X, Y), _times_choice),
     Rule("triangle less identity", call(ops.sub, X, call(ops.eye, Y)), _less_identity),
     *(
-        Rule("constants into a mask", call(f, X, Y, name="outer"), _fold_choice(f, compute))
+        Rule("constants into a mask", call(f, X, Y, name="outer"), _fold_choice(compute))
         for f, compute in _BINARY.items()
     ),
     Rule(
         "constants into a mask",
         call(ops.neg, X, name="outer"),
-        _fold_choice(ops.neg, lambda a: -a),
+        _fold_choice(lambda a: -a),
     ),
-    Rule("constants into a mask", call(ops.log, X, name="outer"), _fold_choice(ops.log, _log)),
-    Rule("constants into a mask", call(ops.exp, X, name="outer"), _fold_choice(ops.exp, _exp)),
+    Rule("constants into a mask", call(ops.log, X, name="outer"), _fold_choice(_log)),
+    Rule("constants into a mask", call(ops.exp, X, name="outer"), _fold_choice(_exp)),
     Rule("additive mask", call(ops.exp, either(ops.add, X, Y)), _masked_logit),
     Rule("transposed triangle", call(ops.permute, X, order=SWAP), _transposed),
     Rule("negation outside", call(ops.unsqueeze, X, name="outer"), _moved_mask),
