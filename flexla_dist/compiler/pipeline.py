@@ -6,10 +6,11 @@
     4. padding        decay_mode is the identity on a chunk of padding
     5. signs          no exponential can overflow
     6. differentiate  the adjoint element and the gradients, from the same graph
-    7. partition      programs by what is known when
+    7. precision      exponents in float64, for executors that run operators one by one
+    8. partition      programs by what is known when
 
 Contract: `compile_graphs` is a pure function of the spec; every intermediate form is kept in
-`stages`, in order, and prints. Steps 6 and 7 are made when first asked for.
+`stages`, in order, and prints. Steps 6 to 8 are made when first asked for.
 """
 
 from __future__ import annotations
