@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.bind import bind, outline
+from flexla_dist.compiler.executor.layout import check_chunk_size
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.registry import default_executor, make_executor
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
@@ -238,15 +239,8 @@ def compile(
     """
     if not isinstance(spec, LinearAttentionSpec):
         raise ArgumentTypeError(f"compile takes a LinearAttentionSpec, got {type(spec).__name__}")
-    if chunk_size is not None and not _is_power_of_two(chunk_size):
-        raise ArgumentError(f"chunk_size must be a power of two, got {chunk_size!r}")
+    check_chunk_size(chunk_size)
     op = LinearAttentionOp(compile_graphs(spec, strict=strict), executor, chunk_size)
     if check:
         check_spec(op)
     return op
-
-
-def _is_power_of_two(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int):
-        return False
-    return value > 0 and value & (value - 1) == 0

@@ -14,7 +14,9 @@ from flexla_dist.train.program import sample_text
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     parser = argparse.ArgumentParser(
-        prog="flexla-dist generate", description="Continue a text with the model of a checkpoint."
+        prog="flexla-dist generate",
+        allow_abbrev=False,
+        description="Continue a text with the model of a checkpoint.",
     )
     parser.add_argument("checkpoint", type=Path, help="a run folder or one of its checkpoints")
     parser.add_argument("--prompt", default="def ", help="text to continue (default: 'def ')")

@@ -296,10 +296,20 @@ def test_command_writes_a_page_and_refuses_what_does_not_fit(
         (["gla", "--shape", "1,x"], "'x' in --shape B,T,H,K,V is no whole number"),
         (["gla", "--shape", "1,2,3,4,5,6"], "at most five"),
         (["gla", "--size", "Q=4"], "gla has no dim 'Q'"),
+        (["gla", "--chunk-size", "48"], "chunk_size must be a power of two, got 48"),
+        (["gla", "--chunk-size", "0"], "chunk_size must be a power of two, got 0"),
+        (["gla", "--shape", "1,64,2,16", "--size", "K=32"], "--shape says 16 and --size says 32"),
+        (["gla", "--html", str(tmp_path / "none" / "a.html")], "there is no folder"),
+        (["gla", "--html", str(tmp_path)], "that is a folder"),
         (["gla", "--value-heads", "48"], "which must divide the 48 heads"),
     ):
         assert main(["explain", *arguments]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["explain", "gla", "--chunk", "64"])
+    assert "unrecognized arguments: --chunk" in capsys.readouterr().err
+    assert main(["explain", "gla", "--size", "K=32", "--pass", "state"]) == 0
+    assert "K 32" in capsys.readouterr().out
 
 
 # -- page -----------------------------------------------------------------------------------------

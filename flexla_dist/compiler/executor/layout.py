@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.tables import device_table
+from flexla_dist.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,15 @@ def make_layout(
 
 def _spans(offsets: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(i, a, b) for i, (a, b) in enumerate(pairwise(offsets))]
+
+
+def check_chunk_size(value: Any) -> None:
+    """ArgumentError unless it is None, which lets the executor choose, or a power of two."""
+    if value is None:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < 1 or value & (value - 1):
+        raise ArgumentError(f"chunk_size must be a power of two, got {value!r}")
 
 
 def fitting_chunk_size(longest: int, limit: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from flexla_dist.compiler.executor.layout import check_chunk_size
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.explain.call import describe
 from flexla_dist.compiler.explain.plans import Missing, TritonPlan
@@ -136,6 +137,7 @@ def explain(
         TraceError and its kinds: the spec does not compile.
         ArgumentError, ArgumentTypeError: shapes, names or types do not fit.
     """
+    check_chunk_size(chunk_size)
     graphs, own_chunk = _graphs(spec)
     known = {"K": K, "V": K if V is None else V, **(sizes or {})}
     problem = describe(
@@ -148,7 +150,7 @@ def explain(
         other=K,
         dtype=dtype,
         cu_seqlens=cu_seqlens,
-        chunk_size=chunk_size or own_chunk,
+        chunk_size=own_chunk if chunk_size is None else chunk_size,
     )
     views = _views(graphs.stages)
     kernels = tuple(

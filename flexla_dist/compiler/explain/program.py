@@ -20,6 +20,7 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+DEFAULT_SHAPE = "1,16384,32,128,128"
 DESCRIPTION = """What the compiler makes of a variant for calls of a shape: the graph in your names
 and beside your lines, what each pass changed, what M is, the plans of both executors, and for every
 kernel its tiles, bytes and FLOPs against the fused floor and an H200. Nothing is run and no GPU is
@@ -30,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the explanation; 2 for a spec or settings that do not fit."""
     args = _parser().parse_args(argv)
     try:
-        shape = _shape(args.shape)
+        shape = _shape(args.shape or DEFAULT_SHAPE)
+        sizes = _sizes(args.size)
+        if args.shape is not None:
+            _refuse_twice(shape, sizes)
+        _check_folder(args.html)
         explanation = explain(
             load_spec(args.spec),
             batch=shape.get("B", 1),
@@ -39,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             K=shape.get("K", 128),
             V=shape.get("V"),
             value_heads=args.value_heads,
-            sizes=_sizes(args.size),
+            sizes=sizes,
             dtype=DTYPES[args.dtype],
             chunk_size=args.chunk_size,
             stage=args.stage,
@@ -60,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flexla-dist explain",
+        allow_abbrev=False,
         description=DESCRIPTION,
         epilog=f"variants: {', '.join(variant_names())}",
     )
@@ -69,8 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape",
         metavar="B,T,H,K,V",
-        default="1,16384,32,128,128",
-        help="sizes of the call; later ones may be left out (default: %(default)s)",
+        help=f"sizes of the call; later ones may be left out (default: {DEFAULT_SHAPE})",
     )
     parser.add_argument(
         "--value-heads", metavar="HV", type=int, help="heads of v and the state (default: H)"
@@ -115,6 +120,22 @@ def _sizes(words: Sequence[str]) -> dict[str, int]:
         name, _, number = word.partition("=")
         out[name.strip()] = _number(number, f"--size {word}, which is DIM=N")
     return out
+
+
+def _refuse_twice(shape: dict[str, int], sizes: dict[str, int]) -> None:
+    for name in sizes:
+        if name in shape:
+            raise _Usage(
+                f"{name} is given twice: --shape says {shape[name]} and --size says {sizes[name]}; "
+                "leave one out"
+            )
+
+
+def _check_folder(page: Path | None) -> None:
+    if page is not None and page.is_dir():
+        raise _Usage(f"--html {page}: that is a folder; expected the name of the page's file")
+    if page is not None and not page.parent.is_dir():
+        raise _Usage(f"--html {page}: there is no folder {page.parent}; make it first")
 
 
 def _number(word: str, where: str) -> int:
