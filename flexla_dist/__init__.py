@@ -5,7 +5,7 @@
     SequenceParallelLA(layer, mesh["cp"])                # a layer on a part of a sequence
 
 Public names are imported when they are first used: `import flexla_dist` itself imports nothing, not
-even torch. `ops`, `layers` and `functional` are modules.
+even torch. `ops` and `layers` are modules; `functional` is `flexla_dist.spec.functional`.
 """
 
 from __future__ import annotations

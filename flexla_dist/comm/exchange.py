@@ -116,7 +116,7 @@ class StateExchanger:
         rows: this rank's shard. See `plan_tails` for the plan.
         """
         self._check_rows(rows.shape[dim], plan.lengths, "transfer")
-        self._watch.begin(f"transfer of {plan.width} rows ({tag})")
+        self._watch.begin(f"transfer of {plan.width} rows{_without(rows, dim)} ({tag})")
         return transfer.transfer(self._channel, rows, plan, tag, dim)
 
     @torch.no_grad()
@@ -124,14 +124,17 @@ class StateExchanger:
         self, grad_halo: Tensor, plan: TransferPlan, tag: Tag, dim: int = 1
     ) -> Tensor:
         """Gradient of the rows of this shard from the halo gradients of all ranks (its adjoint)."""
-        self._watch.begin(f"transfer_adjoint of {plan.width} rows ({tag})")
+        shape = _without(grad_halo, dim)
+        self._watch.begin(f"transfer_adjoint of {plan.width} rows{shape} ({tag})")
         return transfer.transfer_adjoint(self._channel, grad_halo, plan, tag, dim)
 
     def agree(
         self, name: str, values: Sequence[int | str], fields: Sequence[str] | None = None
     ) -> None:
         """Raise RankMismatch on every rank, naming ranks and values, unless all are equal."""
-        self._watch.begin(f"agree({name})")
+        names = fields or [""] * len(values)
+        said = ", ".join(f"{f} {v}".strip() for f, v in zip(names, values, strict=True))
+        self._watch.begin(f"agree({name}: {said})")
         agreement.agree(self._channel, name, values, fields)
 
     def gather_integers(self, name: str, values: Sequence[int]) -> list[list[int]]:
@@ -251,3 +254,10 @@ class StateExchanger:
             names = agreement.gather_texts(self._channel, "gathering of host names", host_name())
             self._nodes = nodes_of_ids(names)
         return self._nodes
+
+
+def _without(rows: Tensor, dim: int) -> str:
+    """Shape of rows beside the dim they are counted in, for the desynchronisation message."""
+    rest = list(rows.shape)
+    del rest[dim]
+    return f" of {rest}"

@@ -242,7 +242,8 @@ class Watch:
             RankMismatch(
                 f"ranks are in different operations: as its exchange number {number} {here} does "
                 f"[{own}] and {there} does [{theirs}]. Every rank must run the same layers in the "
-                "same order, whatever its labels, masks and requires_grad are"
+                "same order with tensors of the same shapes and dtypes (the number of tokens may "
+                "differ), whatever its labels, masks and requires_grad are"
             ),
             own,
         )

@@ -132,7 +132,7 @@ def test_different_operations_are_found(what: str) -> None:
     for text in run_ranks(confused, 3, what, timeout=25):
         assert "different operations" in text and "exchange number 2" in text
         assert "prefix by log_scan of 128 bytes (step 9, micro-batch 0, layer 1" in text
-        assert ("agree(shapes of layer 5)" if what == "agree" else "layer 2") in text
+        assert ("agree(shapes of layer 5: 1, 2)" if what == "agree" else "layer 2") in text
 
 
 def wrong_tag(rank: int, size: int) -> str:

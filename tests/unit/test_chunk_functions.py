@@ -29,10 +29,11 @@ SIGNATURES = {
     "chunk_delta_rule": f"q k v beta {COMMON} use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu",
     "chunk_gated_delta_rule": f"q k v g beta {COMMON} use_qk_l2norm_in_kernel "
     "use_beta_sigmoid_in_kernel allow_neg_eigval state_v_first cu_seqlens cu_seqlens_cpu "
-    "chunk_indices",
+    "chunk_indices cp_context",
     "chunk_kda": f"q k v g beta {COMMON} use_qk_l2norm_in_kernel use_gate_in_kernel "
     "use_beta_sigmoid_in_kernel allow_neg_eigval safe_gate lower_bound disable_recompute "
-    "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu use_graph max_num_seqs",
+    "return_intermediate_states state_v_first cu_seqlens cu_seqlens_cpu cp_context "
+    "use_graph max_num_seqs",
 }
 DEFAULTS = {"normalize": True, "output_final_state": False}
 
@@ -253,8 +254,8 @@ def test_contradicting_and_unsupported_options_are_named() -> None:
     raw, options, _ = options_case("gated_delta_rule", False, True)
     with pytest.raises(ArgumentError, match="chunk_indices is not supported"):
         ops.chunk_gdn(**raw, **options, chunk_indices=torch.zeros(1, 2))
-    with pytest.raises(TypeError, match="cp_context"):
-        ops.chunk_gdn(**raw, cp_context=None)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"cp_context is not supported.*SequenceParallelOp"):
+        ops.chunk_gdn(**raw, **options, cp_context=object())
 
 
 def test_bounds_on_the_cpu() -> None:

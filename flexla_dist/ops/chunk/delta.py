@@ -59,6 +59,12 @@ def chunk_delta_rule(
     return run("delta_rule", tensors, call, options, scale=default_scale(scale, q))
 
 
+OVER_RANKS = (
+    "a sequence over ranks is the work of flexla_dist.parallel: wrap the layer in "
+    "SequenceParallelLA, or the operator in SequenceParallelOp"
+)
+
+
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -75,6 +81,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
     *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
@@ -100,6 +107,7 @@ def chunk_gated_delta_rule(
         cu_seqlens: `[N + 1]` bounds of packed documents; then B = 1.
         cu_seqlens_cpu: the same on the CPU, which saves a synchronisation.
         chunk_indices: refused; they are found from cu_seqlens.
+        cp_context: refused; a sequence over ranks is SequenceParallelLA's or SequenceParallelOp's.
         use_gate_in_kernel: g becomes `-exp(A_log) softplus(g + dt_bias)`.
         A_log, dt_bias: `[HV]`, for use_gate_in_kernel; dt_bias may be left out.
         chunk_size, executor: as in `flexla_dist.compile`.
@@ -115,6 +123,7 @@ def chunk_gated_delta_rule(
     """
     name = "chunk_gated_delta_rule"
     refuse(name, "chunks are found from cu_seqlens; leave it out", chunk_indices=chunk_indices)
+    refuse(name, OVER_RANKS, cp_context=cp_context)
     call = CallOptions(
         initial_state,
         output_final_state,
@@ -160,6 +169,7 @@ def chunk_kda(
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
     *,
@@ -191,6 +201,7 @@ def chunk_kda(
         state_v_first: states are `[N, HV, V, K]`.
         cu_seqlens: `[N + 1]` bounds of packed documents; then B = 1.
         cu_seqlens_cpu: the same on the CPU, which saves a synchronisation.
+        cp_context: refused; a sequence over ranks is SequenceParallelLA's or SequenceParallelOp's.
         A_log: `[HV]`, for use_gate_in_kernel; with lower_bound it may be left out.
         dt_bias: `[HV * K]` or `[HV, K]`, for use_gate_in_kernel; may be left out.
         chunk_size, executor: as in `flexla_dist.compile`.
@@ -205,6 +216,7 @@ def chunk_kda(
     Source: arXiv 2510.26692; arguments of FLA's function of this name, without context parallelism.
     """
     name = "chunk_kda"
+    refuse(name, OVER_RANKS, cp_context=cp_context)
     refuse(
         name,
         "chunk values are recomputed in backward; leave it out",
