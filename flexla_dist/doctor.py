@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; 0 when the default path (PyTorch executor, host exchange) works."""
     parser = argparse.ArgumentParser(
         prog="flexla-dist doctor",
+        allow_abbrev=False,
         description="Versions, devices, links and engines of this machine, what is missing for each"
         " engine and how to get it. The exit status is 0 when the default path works.",
     )

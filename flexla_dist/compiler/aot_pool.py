@@ -189,18 +189,20 @@ class _Server:
 
     def _settle(self) -> None:
         """Finish parts whose kernels are compiled, or begin them again with smaller tiles."""
-        for part in list(self.parts):
-            if not all(key in self.results for key in part.keys):
-                continue
-            self.parts.remove(part)
-            results = [self.results[key] for key in part.keys]
-            if any(_too_large(result, self.target) for result in results):
-                unchanged = part.previous is not None and part.previous.keys == part.keys
-                if part.shrink < MAX_SHRINK and not unchanged:
+        while ready := [p for p in self.parts if all(key in self.results for key in p.keys)]:
+            for part in ready:
+                self.parts.remove(part)
+                results = [self.results[key] for key in part.keys]
+                if self._may_shrink(part, results):
                     smaller = _Part(part.task, part.direction, part.shrink + 1, previous=part)
                     self._plan(smaller, urgent=True)
-                    continue
-            self._finish(part, results)
+                else:
+                    self._finish(part, results)
+
+    def _may_shrink(self, part: _Part, results: list[Result]) -> bool:
+        unchanged = part.previous is not None and part.previous.keys == part.keys
+        large = any(_too_large(result, self.target) for result in results)
+        return large and not unchanged and part.shrink < MAX_SHRINK
 
     def _finish(self, part: _Part, results: list[Result]) -> None:
         by_direction = self.finished[part.task]

@@ -45,12 +45,12 @@ def parse(argv: Sequence[str], prog: str = "flexla-dist train") -> TrainConfig:
     Raises ArgumentProblem; prints and exits on --help and --print_config.
     """
     parser = _parser(prog)
+    words = _expand_data(argv)
+    places = _places(words)
     try:
-        values = parser.instantiate(parser.parse_args(_expand_data(argv)))
-    except argparse.ArgumentError as error:
-        raise ArgumentProblem(explain(str(error))) from None
-    except TypeError as error:
-        raise ArgumentProblem(explain(str(error))) from None
+        values = parser.instantiate(parser.parse_args(words))
+    except (argparse.ArgumentError, TypeError) as error:
+        raise ArgumentProblem(_with_place(explain(str(error)), words, places)) from None
     fields = {item.name: getattr(values, item.name) for item in dataclasses.fields(TrainConfig)}
     return TrainConfig(**fields)
 
@@ -69,6 +69,27 @@ def explain(message: str) -> str:
         key = f"{group}.{found['key']}" if group else found["key"]
         return f"unknown setting {key!r}; {_nearest(key)}"
     return message
+
+
+def _places(words: Sequence[str]) -> list[Any]:
+    """The files of settings among the words, read for their lines."""
+    from flexla_dist.train.config_file import ConfigFileProblem, config_files
+
+    groups = {key.rsplit(".", 1)[0] for key in valid_keys() if "." in key}
+    try:
+        return config_files(words, groups)
+    except ConfigFileProblem as error:
+        raise ArgumentProblem(str(error)) from None
+
+
+def _with_place(message: str, words: Sequence[str], files: Sequence[Any]) -> str:
+    """The message, with file and line in front when its setting was read from a file."""
+    found = re.match(r"unknown setting '([^']+)'|([\w.]+): ", message)
+    key = (found[1] or found[2]) if found else None
+    if key is None or any(re.match(rf"--{re.escape(key)}(=|\+|$)", word) for word in words):
+        return message
+    places = [place for file in files if (place := file.place(key))]
+    return f"{places[-1]}: {message}" if places else message
 
 
 def _nearest(key: str) -> str:
@@ -96,8 +117,11 @@ def _parser(prog: str) -> Any:
     parser = jsonargparse.ArgumentParser(
         prog=prog,
         exit_on_error=False,
+        allow_abbrev=False,
         description="Train a linear-attention language model, each sequence sharded over ranks.",
-        epilog="'--data PATH...' is short for --data.paths: files and folders to learn from.",
+        epilog="'--data PATH...' is short for --data.paths: files and folders to learn from. "
+        "--check_settings, or --check_settings=RANKS, only says whether the settings fit, on that "
+        "many ranks, and trains nothing.",
     )
     parser.add_argument("--config", action="config", help="a YAML file of settings")
     parser.add_class_arguments(TrainConfig)

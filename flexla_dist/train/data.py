@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import DataConfig
 
 IGNORED_LABEL = -100
@@ -57,7 +58,7 @@ def standard_library() -> Path:
 
 
 def find_files(config: DataConfig) -> list[Path]:
-    """The files to read, sorted; raises ValueError where there are none."""
+    """The files to read, sorted; raises ArgumentProblem where there are none."""
     roots = [Path(path) for path in config.paths] or [standard_library()]
     skipped = frozenset() if config.paths else _SKIPPED_FOLDERS
     suffixes = tuple(config.suffixes)
@@ -68,10 +69,10 @@ def find_files(config: DataConfig) -> list[Path]:
         elif root.is_dir():
             found.update(_files_below(root, suffixes, skipped))
         else:
-            raise ValueError(f"data.paths: no such file or folder: {root}")
+            raise ArgumentProblem(f"data.paths: no such file or folder: {root}")
     if not found:
         places = ", ".join(map(str, roots))
-        raise ValueError(f"data: no file that ends in {' or '.join(suffixes)} in {places}")
+        raise ArgumentProblem(f"data: no file that ends in {' or '.join(suffixes)} in {places}")
     return sorted(found)
 
 
@@ -95,7 +96,7 @@ def load_texts(config: DataConfig, seed: int) -> tuple[Text, Text]:
     texts = Text.of(documents[count:]), Text.of(documents[:count])
     for name, text in zip(("training", "held-out"), texts, strict=True):
         if text.windows(config.length) < 1:
-            raise ValueError(
+            raise ArgumentProblem(
                 f"data: the {name} text has {len(text.data)} bytes, fewer than one sequence of "
                 f"data.length = {config.length} and the byte after it; give more text or a smaller "
                 "data.length"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import MeshConfig, TrainConfig
 
 LAUNCHERS = ("torchrun", "mpi", "slurm", "single")
@@ -64,19 +65,43 @@ def start(config: TrainConfig) -> Ranks:
 
 
 def make_mesh(config: MeshConfig, ranks: Ranks) -> DeviceMesh:
-    """The mesh (dp, cp): ranks of one sequence are neighbours. Raises ValueError where it does not
-    fit the number of ranks."""
-    if config.cp < 1 or ranks.world % config.cp:
-        raise ValueError(
-            f"mesh.cp = {config.cp} does not divide the {ranks.world} ranks that were started"
-        )
-    dp = config.dp or ranks.world // config.cp
-    if dp * config.cp != ranks.world:
-        raise ValueError(
-            f"mesh.dp * mesh.cp = {dp} * {config.cp} = {dp * config.cp}, but {ranks.world} ranks "
-            "were started; start that many, or set mesh.dp to 0"
-        )
+    """The mesh (dp, cp): ranks of one sequence are neighbours. Raises ArgumentProblem where it does
+    not fit the number of ranks."""
+    dp = sequence_groups(config, ranks.world)
     return init_device_mesh(ranks.device.type, (dp, config.cp), mesh_dim_names=("dp", "cp"))
+
+
+def sequence_groups(config: MeshConfig, world: int) -> int:
+    """mesh.dp on `world` ranks. Raises ArgumentProblem where the mesh does not fit them."""
+    cp, started = config.cp, "1 rank" if world == 1 else f"{world} ranks"
+    if cp < 1 or config.dp < 0:
+        raise ArgumentProblem(
+            f"mesh.cp = {cp}, mesh.dp = {config.dp}; expected mesh.cp of at least 1, and mesh.dp of "
+            "at least 1, or 0 for all ranks that are there"
+        )
+    if world % cp:
+        raise ArgumentProblem(
+            f"mesh.cp = {cp} does not divide the {started} that {_were(world)} started; "
+            f"{_how_to_start(cp)}, or share no sequence: --mesh.cp 1 --mesh.dp {world}"
+        )
+    dp = config.dp or world // cp
+    if dp * cp != world:
+        raise ArgumentProblem(
+            f"mesh.dp * mesh.cp = {dp} * {cp} = {dp * cp}, but {started} {_were(world)} started; "
+            f"{_how_to_start(dp * cp)}, or set --mesh.dp 0, which takes all that are there"
+        )
+    return dp
+
+
+def _were(world: int) -> str:
+    return "was" if world == 1 else "were"
+
+
+def _how_to_start(ranks: int) -> str:
+    return (
+        f"start {ranks} with `launch/torchrun_single_node.sh --ranks {ranks} -- SETTINGS` or "
+        f"`torchrun --standalone --nproc_per_node={ranks} -m flexla_dist.train SETTINGS`"
+    )
 
 
 def _device(wanted: str, local: int) -> torch.device:
@@ -84,7 +109,7 @@ def _device(wanted: str, local: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if local >= count:
-        raise ValueError(
+        raise ArgumentProblem(
             f"local rank {local} has no GPU of its own: this node has {count}; start at most that "
             "many ranks a node, or set device to cpu"
         )
@@ -111,7 +136,7 @@ def _mpi() -> Place:
     try:
         from mpi4py import MPI
     except ImportError as error:
-        raise ValueError(
+        raise ArgumentProblem(
             f"started by MPI, but mpi4py cannot be used ({error}); "
             "install it with: pip install mpi4py"
         ) from None
@@ -134,7 +159,7 @@ _PLACES = {"torchrun": _torchrun, "mpi": _mpi, "slurm": _slurm, "single": _singl
 def _variable(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
-        raise ValueError(
+        raise ArgumentProblem(
             f"the environment variable {name} is not set; start the program with torchrun, with "
             "mpirun, or from launch/slurm.sbatch"
         )

@@ -20,6 +20,7 @@ from flexla_dist.parallel import (
     shard_sequence,
 )
 from flexla_dist.train import checkpoint
+from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.checkpoint import Progress
 from flexla_dist.train.config import TrainConfig
 from flexla_dist.train.data import Batch, Sampler
@@ -193,16 +194,16 @@ class Trainer:
 
 
 def sequences_per_rank(config: TrainConfig, groups: int) -> int:
-    """Sequences of a micro-batch for each sequence group; ValueError where that is no number."""
+    """Sequences of a micro-batch for each sequence group; ArgumentProblem where that is no number."""
     shares = groups * config.accumulation
     if config.batch < 1 or config.batch % shares:
-        raise ValueError(
+        raise ArgumentProblem(
             f"batch = {config.batch} is not a multiple of mesh.dp * accumulation = {groups} * "
             f"{config.accumulation}"
         )
     count = config.batch // shares
     if config.data.packed and count != 1:
-        raise ValueError(
+        raise ArgumentProblem(
             f"data.packed needs one sequence a rank and micro-batch, got {count}; set accumulation "
             f"to {config.batch // groups}"
         )

@@ -11,24 +11,31 @@ import torch
 import torch.distributed as dist
 
 from flexla_dist.layers import generate
+from flexla_dist.layers.recipes import RECIPES
 from flexla_dist.train import arguments, checkpoint, launch
 from flexla_dist.train.arguments import ArgumentProblem
+from flexla_dist.train.checkpoint import CheckpointProblem
 from flexla_dist.train.config import TrainConfig
-from flexla_dist.train.data import Sampler, entropies, load_texts
+from flexla_dist.train.data import Sampler, entropies, find_files, load_texts
 from flexla_dist.train.loop import Result, Trainer, sequences_per_rank
 from flexla_dist.train.report import Reporter, RunReporter, SilentReporter
+
+CHECK = "--check_settings"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; the exit status is 0, 2 for settings that do not fit, 1 for a failure."""
     ranks = None
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        config = arguments.parse(sys.argv[1:] if argv is None else argv)
+        if any(word.partition("=")[0] == CHECK for word in words):
+            return _only_check(words)
+        config = arguments.parse(words)
         ranks = launch.start(config)
         train(config, ranks)
     except (ArgumentProblem, ValueError, TypeError) as error:
         print(f"{_who(ranks)}: {error}", file=sys.stderr, flush=True)
-        if not isinstance(error, ArgumentProblem):
+        if not isinstance(error, ArgumentProblem | CheckpointProblem):
             _show_trace()
         return 2
     except Exception:
@@ -39,8 +46,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _only_check(words: list[str]) -> int:
+    """`--check_settings[=RANKS]`: 0 when a run may start, 3 when --help or the like was answered.
+
+    Launchers ask this once, before they start ranks that would all tell the same mistake.
+    """
+    number = [word.partition("=")[2] for word in words if word.partition("=")[0] == CHECK][-1]
+    if number and not number.isdecimal():
+        raise ArgumentProblem(f"{CHECK}={number}: expected the number of ranks")
+    try:
+        config = arguments.parse([word for word in words if word.partition("=")[0] != CHECK])
+    except SystemExit as end:
+        if end.code:
+            raise
+        return 3
+    check_settings(config, int(number or 0))
+    return 0
+
+
+def check_settings(config: TrainConfig, world: int = 0) -> None:
+    """ArgumentProblem or CheckpointProblem unless a run may start on `world` ranks (0: as many as
+    the mesh wants). Starts and writes nothing."""
+    _check_model(config)
+    ranks = world or config.mesh.cp * max(1, config.mesh.dp)
+    sequences_per_rank(config, launch.sequence_groups(config.mesh, ranks))
+    find_files(config.data)
+    _checkpoint_to_resume(config)
+
+
+def _check_model(config: TrainConfig) -> None:
+    try:
+        config.model.layer()
+    except ValueError as error:
+        own = ""
+        if config.model.variant not in RECIPES:
+            own = (
+                "; a variant of your own is trained by a loop of your own: put its operator in a "
+                "layer and call parallelize_sequence (README, 'Your own variant in a layer, "
+                "sharded')"
+            )
+        raise ArgumentProblem(f"model: {error}{own}") from None
+
+
 def train(config: TrainConfig, ranks: launch.Ranks) -> Result:
     """Train as the settings say, on the ranks that were started."""
+    _check_model(config)
     mesh = launch.make_mesh(config.mesh, ranks)
     sequences_per_rank(config, mesh["dp"].size())
     training, held_out = load_texts(config.data, config.seed)

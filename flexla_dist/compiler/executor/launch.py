@@ -94,8 +94,9 @@ def check_sizes(problem: Outline, column: str) -> None:
     """Raise ExecutorError for devices, sizes and types that kernels cannot run."""
     if problem.device.type == "cpu" and not interpreting():
         raise ExecutorError(
-            f"{problem.spec.name}: the triton executor needs tensors on a GPU, got {problem.device}; "
-            "move them there, use executor='torch', or set TRITON_INTERPRET=1 before Python starts"
+            f"{problem.spec.name}: the triton executor needs tensors on a GPU, got "
+            f"{problem.device}; move them there, use executor='torch', or set TRITON_INTERPRET=1 "
+            "before Python starts"
         )
     for dim, size in problem.sizes.items():
         if size > MAX_TILE and dim != column:

@@ -8,6 +8,11 @@ from flexla_dist.errors import ArgumentError
 from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, refuse, run
 from flexla_dist.spec.variants.options import TokenOptions
 
+OVER_RANKS = (
+    "a sequence over ranks is the work of flexla_dist.parallel: wrap the layer in "
+    "SequenceParallelLA, or the operator in SequenceParallelOp"
+)
+
 
 def chunk_delta_rule(
     q: Tensor,
@@ -57,12 +62,6 @@ def chunk_delta_rule(
     options = TokenOptions(unit_qk=use_qk_l2norm_in_kernel)
     tensors = {"q": q, "k": k, "v": v, "beta": beta}
     return run("delta_rule", tensors, call, options, scale=default_scale(scale, q))
-
-
-OVER_RANKS = (
-    "a sequence over ranks is the work of flexla_dist.parallel: wrap the layer in "
-    "SequenceParallelLA, or the operator in SequenceParallelOp"
-)
 
 
 def chunk_gated_delta_rule(
