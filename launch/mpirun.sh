@@ -38,4 +38,8 @@ if "$mpirun" --version 2>/dev/null | grep -qi "open mpi"; then
 fi
 [ -z "$hosts" ] || options+=(--host "$hosts")
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+.venv/bin/python -m flexla_dist.train --check_settings="$ranks" "$@" || {
+    status=$? # 3: --help was answered
+    exit $((status == 3 ? 0 : status))
+}
 exec "$mpirun" "${options[@]}" .venv/bin/python -m flexla_dist.train --launcher mpi "$@"

@@ -21,5 +21,9 @@ fi
 
 ./launch/setup.sh
 export OMP_NUM_THREADS=1
+.venv/bin/python -m flexla_dist.train --check_settings="2" --config configs/quickstart.yaml "$@" || {
+    status=$? # 3: --help was answered
+    exit $((status == 3 ? 0 : status))
+}
 exec .venv/bin/torchrun --standalone --nproc_per_node=2 -m flexla_dist.train \
     --config configs/quickstart.yaml "$@"

@@ -35,5 +35,9 @@ if [ -z "$ranks" ]; then
     ranks="$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 1)')"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+.venv/bin/python -m flexla_dist.train --check_settings="$((nodes * ranks))" "$@" || {
+    status=$? # 3: --help was answered
+    exit $((status == 3 ? 0 : status))
+}
 exec .venv/bin/torchrun --nnodes="$nodes" --nproc_per_node="$ranks" --rdzv_id=flexla_dist \
     --rdzv_backend=c10d --rdzv_endpoint="$head" -m flexla_dist.train "$@"

@@ -29,4 +29,8 @@ if [ -z "$ranks" ]; then
     ranks="$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count() or 2)')"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+.venv/bin/python -m flexla_dist.train --check_settings="$ranks" "$@" || {
+    status=$? # 3: --help was answered
+    exit $((status == 3 ? 0 : status))
+}
 exec .venv/bin/torchrun --standalone --nproc_per_node="$ranks" -m flexla_dist.train "$@"

@@ -76,8 +76,8 @@ def sequence_groups(config: MeshConfig, world: int) -> int:
     cp, started = config.cp, "1 rank" if world == 1 else f"{world} ranks"
     if cp < 1 or config.dp < 0:
         raise ArgumentProblem(
-            f"mesh.cp = {cp}, mesh.dp = {config.dp}; expected mesh.cp of at least 1, and mesh.dp of "
-            "at least 1, or 0 for all ranks that are there"
+            f"mesh.cp = {cp}, mesh.dp = {config.dp}; expected mesh.cp of at least 1, and "
+            "mesh.dp of at least 1, or 0 for all ranks that are there"
         )
     if world % cp:
         raise ArgumentProblem(

@@ -194,7 +194,8 @@ class Trainer:
 
 
 def sequences_per_rank(config: TrainConfig, groups: int) -> int:
-    """Sequences of a micro-batch for each sequence group; ArgumentProblem where that is no number."""
+    """Sequences of a micro-batch for each sequence group; ArgumentProblem where they are no whole
+    number."""
     shares = groups * config.accumulation
     if config.batch < 1 or config.batch % shares:
         raise ArgumentProblem(
