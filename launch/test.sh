@@ -8,8 +8,9 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
 usage: launch/test.sh [PYTEST ARGUMENTS]
 
 Makes .venv where it is missing, checks formatting, lint and types, and runs the tests.
-Arguments go to pytest, which runs twice: tests/interpret in Triton's interpreter, whose switch is read
-once in a process, and all the others.
+In a git checkout, formatting, lint and types look at the files that git knows. Arguments go to pytest,
+which runs twice, in Triton's interpreter (tests/interpret; its switch is read once in a process) and
+outside it, each in as many processes as there are cores, at most four. -n, -s and --pdb change that.
 
   launch/test.sh                         everything but the larger grids
   launch/test.sh --long                  those too
@@ -30,9 +31,17 @@ step() {
     echo "   $((SECONDS - start)) s"
 }
 
-step "formatting" .venv/bin/ruff format --check --quiet .
-step "lint" .venv/bin/ruff check --quiet .
-step "types" .venv/bin/mypy
+sources=() typed=()
+while IFS= read -r file; do
+    [ -f "$file" ] || continue
+    sources+=("$file")
+    [[ $file != flexla_dist/* ]] || typed+=("$file")
+done < <(git ls-files '*.py' 2>/dev/null)
+[ ${#sources[@]} -gt 0 ] || sources=(.)
+
+step "formatting" .venv/bin/ruff format --check --quiet --force-exclude "${sources[@]}"
+step "lint" .venv/bin/ruff check --quiet --force-exclude "${sources[@]}"
+step "types" .venv/bin/mypy ${typed[@]+"${typed[@]}"}
 # Paths go to the run that they belong to, options to both. A run whose paths are not asked for is
 # left out. Exit status 5 says that -k or -m left nothing of a run.
 options=() compiled=() interpreted=()
@@ -51,8 +60,21 @@ if [ ${#compiled[@]} -eq 0 ] && [ ${#interpreted[@]} -eq 0 ]; then
     compiled=(tests) interpreted=(tests/interpret)
 fi
 
+# Processes beside each other: not where the user says how many, or wants to see or to stop inside.
+beside=()
+processes="$(env -u OMP_NUM_THREADS nproc)"
+[ "$processes" -le 4 ] || processes=4
+if [ "$processes" -gt 1 ]; then
+    beside=(-n "$processes" --dist loadfile)
+fi
+for word in ${options[@]+"${options[@]}"}; do
+    case "$word" in
+        -n* | --numprocesses* | --dist* | -s | --capture=no | --pdb | --trace | no:xdist | -pno:xdist) beside=() ;;
+    esac
+done
+
 pytest_run() {
-    .venv/bin/python -m pytest "$@" || { local status=$?; [ $status -eq 5 ] || return $status; }
+    .venv/bin/python -m pytest ${beside[@]+"${beside[@]}"} "$@" || { local status=$?; [ $status -eq 5 ] || return $status; }
 }
 
 if [ ${#compiled[@]} -gt 0 ]; then
