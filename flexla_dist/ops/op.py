@@ -75,7 +75,8 @@ class LinearAttentionOp:
 
         Raises ExecutorError for an unknown name, listing those that exist.
         """
-        name = name or self._default or default_executor(self.spec, device, dtype)
+        if name is None:
+            name = self._default or default_executor(self.spec, device, dtype)
         if name not in self._executors:
             self._executors[name] = make_executor(name, self.graphs)
         return self._executors[name]

@@ -7,9 +7,11 @@ into an operator. Torch is needed only by the callables themselves.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +26,19 @@ Recurrence = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 _RESERVED_LOCALS = ("carry", "fresh", "m")
-_CALL_KEYWORDS = ("initial_state", "output_final_state", "cu_seqlens", "executor")
+_CALL_KEYWORDS = ("initial_state", "output_final_state", "cu_seqlens", "executor", "self")
+_GRAPH_NAMES = ("sizes", "valid", "shift", "fresh", "m", "output", "grad_output", "log_decay")
+_STATE_PREFIXES = (
+    "state",
+    "next",
+    "prev",
+    "local",
+    "decay",
+    "matrix",
+    "map",
+    "adjoint",
+    "grad_next",
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,8 @@ class LinearAttentionSpec:
     Args:
         name: identifier used in messages and generated code.
         inputs: per-token tensors, name to dims of one chunk: `"C K @qk"` is [C, K] with the
-            heads of group `qk`; `"C <=0"` is a natural-log decay. `C` (tokens of a chunk) first.
+            heads of group `qk`; `"C <=0"` is a natural-log decay, finite and not positive, which is
+            trusted and not checked. `C` (tokens of a chunk) comes first.
         chunk_mode: `(x, p) -> dict` of chunk-local values; sees no state.
         decay_mode: `(state, c) -> next state`.
         merge_mode: `(state entering the chunk, c) -> output`.
@@ -172,10 +187,14 @@ class LinearAttentionSpec:
         if not self.state_dims:
             raise SpecError(f"{self.name}: a spec needs at least one state")
         seen: dict[str, str] = dict.fromkeys(_CALL_KEYWORDS, "keyword of the compiled operator")
+        seen |= dict.fromkeys(self._graph_names(), "name of the compiler's own values")
         for kind in ("inputs", "params", "scalars"):
             for name in getattr(self, kind):
-                if not _NAME.match(name):
-                    raise SpecError(f"{self.name}: {kind} name {name!r} is not an identifier")
+                if not isinstance(name, str) or not _NAME.match(name) or iskeyword(name):
+                    raise SpecError(
+                        f"{self.name}: {kind} name {name!r} is not an identifier, or a Python "
+                        "keyword"
+                    )
                 if name in seen:
                     raise SpecError(
                         f"{self.name}: {name!r} in {kind} is already a {seen[name]}; rename it"
@@ -190,6 +209,16 @@ class LinearAttentionSpec:
                     f"{self.name}: padding for {name!r}, which is no input; "
                     f"inputs are {', '.join(self.inputs)}"
                 )
+            value = self.padding[name]
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or math.isnan(value):
+                raise SpecError(f"{self.name}: padding of {name!r} is {value!r}; expected a number")
+
+    def _graph_names(self) -> list[str]:
+        """Names that graphs use for values beside the user's."""
+        of_states = [f"{prefix}_{s}" for prefix in _STATE_PREFIXES for s in self.state_dims]
+        given = (*self.inputs, *self.params)
+        return [*_GRAPH_NAMES, "log_weight", *of_states, *(f"grad_{name}" for name in given)]
 
     def _check_dims(self) -> None:
         known: set[str] = set()
@@ -219,6 +248,11 @@ class LinearAttentionSpec:
         if out[:1] != (TOKEN_DIM,):
             raise SpecError(
                 f"{self.name}: output has dims {' '.join(out)!r}; {TOKEN_DIM} must come first"
+            )
+        if len(set(out)) != len(out):
+            raise SpecError(
+                f"{self.name}: output has dims {' '.join(out)!r}; each dim comes once: an output "
+                "has one row a token"
             )
         self._require_known("output", out, known)
         for item in (*self.input_specs.values(), *self.param_specs.values()):

@@ -247,6 +247,8 @@ class _Emitter:
                 self.expressions.tiles[node] = Tile(name, node.meta["dims"])
             return
         if role == "scalar":
+            if node.meta["key"] in RESERVED:
+                raise self.expressions.error(node, f"a scalar called {node.meta['key']!r}")
             self._number(node.meta["key"])
             self.expressions.tiles[node] = Tile(node.meta["key"], ())
             return

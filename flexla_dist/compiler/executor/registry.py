@@ -34,6 +34,8 @@ def default_executor(
 
 def make_executor(name: str, graphs: Graphs) -> Any:
     """The executor called `name` for compiled graphs."""
+    if not isinstance(name, str):
+        raise ExecutorError(f"executor is {name!r}; expected one of the names: {', '.join(NAMES)}")
     if name == "torch":
         return TorchExecutor(graphs)
     if name == "triton":
