@@ -102,6 +102,7 @@ def test_doctor_runs_the_default_path() -> None:
     result = start([str(BIN / "flexla-dist"), "doctor"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "forward and backward: largest error" in result.stdout
+    assert "Warning" not in result.stdout + result.stderr
 
 
 @pytest.mark.long

@@ -48,12 +48,16 @@ def test_hygiene(script: Path) -> None:
         (["launch/setup.sh", "--python"], "--python wants a path"),
         (["launch/torchrun_multi_node.sh", "--nodes", "2"], "--head HOST"),
         (["launch/slurm.sbatch"], "not inside a Slurm job"),
+        (["launch/quickstart.sh", "--stepz", "3"], "unknown setting 'stepz'"),
+        (["launch/torchrun_single_node.sh", "--ranks", "3", "--mesh.cp=2"], "the 3 ranks"),
+        (["launch/mpirun.sh", "--data", "no/such"], "no such file or folder: no/such"),
     ],
 )
 def test_mistakes_are_told(words: list[str], text: str) -> None:
     result = run(*words)
     assert result.returncode != 0
     assert text in result.stderr
+    assert "Traceback" not in result.stderr and result.stderr.count(text) == 1
 
 
 def test_second_setup_is_instant() -> None:
@@ -75,6 +79,8 @@ def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
         "launch/slurm.sbatch",
         "--mesh.cp",
         "4",
+        "--out",
+        str(tmp_path / "run"),
         PATH=f"{tmp_path}:{os.environ['PATH']}",
         SLURM_JOB_NODELIST="node[7-8]",
         SLURM_JOB_NUM_NODES="2",
@@ -86,4 +92,4 @@ def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
     words = result.stdout.splitlines()
     assert words[1] == ".venv/bin/torchrun"
     assert {"--nnodes=2", "--nproc_per_node=4", "--rdzv_endpoint=node7:20123"} <= set(words)
-    assert words[-4:] == ["-m", "flexla_dist.train", "--mesh.cp", "4"]
+    assert words[-6:-1] == ["-m", "flexla_dist.train", "--mesh.cp", "4", "--out"]

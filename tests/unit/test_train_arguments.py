@@ -7,6 +7,7 @@ import pytest
 from flexla_dist.train.arguments import ArgumentProblem, parse, valid_keys
 from flexla_dist.train.config import TrainConfig
 from flexla_dist.train.loop import sequences_per_rank
+from flexla_dist.train.program import main
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 
@@ -61,6 +62,11 @@ def test_mistakes_on_the_command_line(words: list[str], text: str) -> None:
         ("stepz: 3\n", "unknown setting 'stepz'; the nearest valid one is 'steps'"),
         ("optim:\n  lr: fast\n", "optim.lr: Expected a float. Got value: fast"),
         ("modle:\n  width: 3\n", "nearest valid one is 'model.width'"),
+        ("steps: 3\nmodel:\n  widht: 3\n", r"a\.yaml, line 3: unknown setting 'model.widht'"),
+        ("steps: 3\noptim:\n  lr: fast\n", r"a\.yaml, line 3: optim\.lr: Expected a float"),
+        ("steps: 3\nmodel:\n\twidth: 3\n", r"a\.yaml, line 3: not YAML: .*tab|cannot start"),
+        ("- 1\n", r"a\.yaml, line 1: expected settings"),
+        ("steps: 3\noptim: 3\n", r"a\.yaml, line 2: optim is a group of settings"),
     ],
 )
 def test_mistakes_in_a_file(tmp_path: Path, yaml: str, text: str) -> None:
@@ -68,6 +74,44 @@ def test_mistakes_in_a_file(tmp_path: Path, yaml: str, text: str) -> None:
     file.write_text(yaml)
     with pytest.raises(ArgumentProblem, match=text):
         parse(["--config", str(file)])
+
+
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("optim:\n  lr: 0.1\n")
+    with pytest.raises(ArgumentProblem, match=r"^optim\.lr: Expected a float"):
+        parse(["--config", str(file), "--optim.lr", "fast"])
+    with pytest.raises(ArgumentProblem, match=r"^--config: no such file: "):
+        parse(["--config", str(tmp_path / "none.yaml")])
+
+
+SMALL = ["--out", "{out}", "--data.paths=[{out}/a.py]"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (["--check_settings"], 0, ""),
+        (["--check_settings=2", "--mesh.cp=2"], 0, ""),
+        (["--check_settings", "--help"], 3, ""),
+        (["--check_settings=two"], 2, "expected the number of ranks"),
+        (["--check_settings=1", "--mesh.cp=2"], 2, "--ranks 2 -- SETTINGS` or `torchrun"),
+        (["--check_settings=1", "--mesh.cp=2"], 2, "--mesh.cp 1 --mesh.dp 1"),
+        (["--check_settings=2", "--mesh.dp=3"], 2, "3 * 1 = 3, but 2 ranks were started"),
+        (["--check_settings", "--mesh.cp=0"], 2, "expected mesh.cp of at least 1"),
+        (["--check_settings", "--data.paths=[/none]"], 2, "no such file or folder: /none"),
+        (["--check_settings", "--model.variant=mine"], 2, "parallelize_sequence (README"),
+        (["--check_settings", "--checkpoint.resume=latest"], 2, "no complete checkpoint"),
+    ],
+)
+def test_settings_are_checked_without_training(
+    tmp_path: Path, words: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    assert main([*(word.format(out=tmp_path) for word in SMALL), *words]) == status
+    shown = capsys.readouterr().err
+    assert text in shown and len(shown.splitlines()) == (status == 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.py"]
 
 
 def test_data_takes_paths(tmp_path: Path) -> None:
