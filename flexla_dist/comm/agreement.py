@@ -1,19 +1,25 @@
-"""Small values that ranks compare or collect once per plan."""
+"""Small values that ranks compare or collect once per plan.
+
+Contract: all of it travels in blocks of one size, which begin with the name of the operation. So
+ranks in different operations meet safely, see at once that they do, and tell each other in words.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from flexla_dist.comm.channel import Channel
 from flexla_dist.comm.errors import RankMismatch
-from flexla_dist.comm.links import all_gather_flat
 
+BLOCK_WORDS = 64
+_HEADER_WORDS = 3  # hash of the operation's name (two words), number of values
+_PAYLOAD_WORDS = BLOCK_WORDS - _HEADER_WORDS
 _HASH_WORDS = 2
 _TEXT_LIMIT = 200
+_OPERATION_LIMIT = 900
 
 
 def agree(
@@ -21,7 +27,7 @@ def agree(
 ) -> None:
     """Raise RankMismatch on every rank unless all have the same values.
 
-    One all-gather of 16 bytes; the texts are gathered only to say what differs.
+    One all-gather of a block; the texts are gathered only to say what differs.
     """
     if fields is not None and len(fields) != len(values):
         raise ValueError(
@@ -29,39 +35,61 @@ def agree(
         )
     names = [f"value {i}" for i in range(len(values))] if fields is None else list(fields)
     entries = [f"{field}={value!r}" for field, value in zip(names, values, strict=True)]
-    digest = hashlib.sha256("\n".join([name, *entries]).encode()).digest()
-    words = [
-        int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_HASH_WORDS)
-    ]
+    words = _hash_words("\n".join(entries))
     gathered = gather_integers(channel, f"agree({name})", words)
     if all(other == gathered[0] for other in gathered):
         return
-    texts = gather_texts(channel, f"agree({name})", "\n".join([name, *entries]))
+    texts = gather_texts(channel, f"agree({name})", "\n".join(entries))
     raise RankMismatch(_explain(channel, name, [text.split("\n") for text in texts]))
 
 
 def gather_integers(channel: Channel, what: str, values: Sequence[int]) -> list[list[int]]:
-    """The integers of every rank; all ranks give the same number of them."""
-    device = channel.ranks.control_device()
-    own = torch.tensor(list(values), dtype=torch.int64, device=device)
-    size = channel.ranks.size
-    gathered = torch.empty(size * own.numel(), dtype=torch.int64, device=device)
-    channel.collective(
-        what,
-        gathered,
-        partial(all_gather_flat, gathered, own, channel.ranks.group),
-    )
-    return gathered.view(size, -1).tolist()
+    """The integers of every rank; RankMismatch unless all ranks collect as many under this name."""
+    header = [*_hash_words(what), len(values)]
+    found: list[list[int]] = [[] for _ in range(channel.ranks.size)]
+    for start in range(0, max(1, len(values)), _PAYLOAD_WORDS):
+        part = list(values[start : start + _PAYLOAD_WORDS])
+        blocks = _gather_blocks(channel, what, header, part)
+        if any(block[:_HEADER_WORDS] != header for block in blocks):
+            _refuse_different_operations(channel)
+        for row, block in zip(found, blocks, strict=True):
+            row += block[_HEADER_WORDS : _HEADER_WORDS + len(part)]
+    return found
 
 
 def gather_texts(channel: Channel, what: str, text: str) -> list[str]:
     """The text of every rank."""
     data = text.encode()
-    longest = max(length for [length] in gather_integers(channel, what, [len(data)]))
-    padded = data.ljust(longest, b"\0")
-    rows = gather_integers(channel, what, list(padded)) if longest else []
-    texts = [bytes(row).rstrip(b"\0").decode() for row in rows]
-    return texts or [""] * channel.ranks.size
+    sizes = [size for [size] in gather_integers(channel, f"{what}, sizes of texts", [len(data)])]
+    data = data.ljust(-(-max(sizes) // 8) * 8, b"\0")
+    words = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]
+    rows = gather_integers(channel, f"{what}, texts", words)
+    joined = [b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows]
+    return [row[:size].decode(errors="replace") for row, size in zip(joined, sizes, strict=True)]
+
+
+def _gather_blocks(
+    channel: Channel, what: str, header: list[int], part: list[int]
+) -> list[list[int]]:
+    padding = [0] * (_PAYLOAD_WORDS - len(part))
+    device = channel.ranks.control_device()
+    own = torch.tensor([*header, *part, *padding], dtype=torch.int64, device=device)
+    return channel.gather_blocks(what, own).tolist()
+
+
+def _hash_words(text: str) -> list[int]:
+    digest = hashlib.sha256(text.encode()).digest()
+    return [
+        int.from_bytes(digest[8 * i : 8 * i + 8], "little", signed=True) for i in range(_HASH_WORDS)
+    ]
+
+
+def _refuse_different_operations(channel: Channel) -> None:
+    """Every rank has seen the same headers, so every rank comes here."""
+    operations = gather_texts(
+        channel, "what every rank does", channel.watch.operation[:_OPERATION_LIMIT]
+    )
+    channel.watch.differ(operations)
 
 
 def _explain(channel: Channel, name: str, texts: list[list[str]]) -> str:

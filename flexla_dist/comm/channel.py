@@ -32,8 +32,10 @@ PENDING_BYTES = 64 << 20
 PENDING_CHECKS = 64
 LEAVE_SECONDS = 5.0
 # gloo aborts the process when a message has another size than its receiver expects: messages of
-# different sizes are given different tags, so that they never meet.
-MESSAGE_TAGS = 1 << 29
+# different sizes are given different tags, so that they never meet; nor do single messages, parts
+# of an all-gather, and blocks of an agreement.
+MESSAGE_TAGS = 1 << 28
+GATHER_TAGS, BLOCK_TAGS = MESSAGE_TAGS, 2 * MESSAGE_TAGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +133,38 @@ class Channel:
         self._check_headers(wait=False)
         own = self._packed(kind, tag, tensors, reset)
         gathered = torch.empty((self.ranks.size, own.numel()), dtype=torch.uint8, device=own.device)
-        waiting = Waiting(None, f"all-gather ({kind.name.lower()}, {tag})")
-        work = self._start(
-            waiting,
-            partial(all_gather_flat, gathered.view(-1), own, self.ranks.group),
-        )
-        self._finish(work, own.device, waiting)
+        what = f"all-gather ({kind.name.lower()}, {tag})"
+        self._gather(what, gathered, own, GATHER_TAGS)
         return [
             self._opened(kind, tag, Incoming(rank, tensors), gathered[rank])
             for rank in range(self.ranks.size)
         ]
 
-    def collective(self, what: str, tensor: Tensor, start: Callable[[], Any]) -> None:
-        """Bounded wait for a collective: `start()` returns its work, `tensor` tells the device."""
+    def gather_blocks(self, what: str, own: Tensor) -> Tensor:
+        """Blocks [P, n] of all ranks, n the same for every agreement; without a message header."""
+        gathered = own.new_empty((self.ranks.size, own.numel()))
+        self._gather(what, gathered, own, BLOCK_TAGS)
+        return gathered
+
+    def _gather(self, what: str, gathered: Tensor, own: Tensor, tags: int) -> None:
+        """All-gather; on the CPU of single messages, so that ranks in different ones never meet."""
+        group, rank, whole = self.ranks.group, self.ranks.rank, self.ranks.global_ranks
         waiting = Waiting(None, what)
-        self._finish(self._start(waiting, start), tensor.device, waiting)
+        if own.device.type != "cpu":
+            start = partial(all_gather_flat, gathered.view(-1), own, group)
+            self._finish(self._start(waiting, start), own.device, waiting)
+            return
+        tag = tags + own.numel() * own.element_size() % MESSAGE_TAGS
+        others = [other for other in range(self.ranks.size) if other != rank]
+        posts: list[tuple[Any, Tensor, int]] = [(dist.irecv, gathered[o], o) for o in others]
+        posts += [(dist.isend, own, other) for other in others]
+        works = [
+            self._start(waiting, partial(op, buffer, whole[other], group, tag))
+            for op, buffer, other in posts
+        ]
+        gathered[rank].copy_(own)
+        for work in works:
+            self._finish(work, own.device, waiting)
 
     def flush(self) -> None:
         """Wait until every posted send has been received and every header compared."""

@@ -137,9 +137,14 @@ class StateExchanger:
         self._watch.begin(f"agree({name}: {said})")
         agreement.agree(self._channel, name, values, fields)
 
-    def gather_integers(self, name: str, values: Sequence[int]) -> list[list[int]]:
-        """The integers of every rank, in rank order; each rank gives the same number of them."""
-        self._watch.begin(f"gather_integers({name}, {len(values)} values)")
+    def gather_integers(
+        self, name: str, values: Sequence[int], *, hint: str = ""
+    ) -> list[list[int]]:
+        """The integers of every rank, in rank order; each rank gives the same number of them.
+
+        hint: what this rank adds to the message if other ranks turn out to do something else.
+        """
+        self._watch.begin(f"gather_integers({name}, {len(values)} values)", hint)
         return agreement.gather_integers(self._channel, f"gather_integers({name})", values)
 
     def all_reduce_max(self, name: str, values: Sequence[int]) -> list[int]:

@@ -57,13 +57,14 @@ class FailureBoard:
             return None
         return Failure(**json.loads(self._store.get(_FAILURE_KEY)))
 
-    def publish_progress(self, history: list[tuple[int, str]]) -> None:
-        """Say which operations this rank did last; the last one it waits in."""
-        self._store.set(f"progress/{self._ranks.rank}", json.dumps(history))
+    def publish_progress(self, history: dict[int, tuple[str, str]]) -> None:
+        """Say which operations this rank did last, each with its hint; in the last one it waits."""
+        self._store.set(f"progress/{self._ranks.rank}", json.dumps(list(history.items())))
 
-    def progress_of(self, rank: int) -> list[tuple[int, str]]:
+    def progress_of(self, rank: int) -> dict[int, tuple[str, str]]:
         """The operations that `rank` published, empty if it does not wait."""
         key = f"progress/{rank}"
         if not self._store.check([key]):
-            return []
-        return [(int(number), text) for number, text in json.loads(self._store.get(key))]
+            return {}
+        entries = json.loads(self._store.get(key))
+        return {int(number): (text, hint) for number, (text, hint) in entries}

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +40,10 @@ LOST_PEER_GRACE_SECONDS = 1.0
 HISTORY = 32
 PEERS_PER_POLL = 4
 UNUSED_MESSAGE_TAG = (1 << 30) - 1
+SAME_ORDER = (
+    "Every rank must run the same layers in the same order with tensors of the same shapes and "
+    "dtypes (the number of tokens may differ), whatever its labels, masks and requires_grad are"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,19 @@ class Watch:
         self._board = FailureBoard(ranks)
         self._sequence = 0
         self._asked = time.monotonic()
-        self._history: deque[tuple[int, object]] = deque(maxlen=HISTORY)
+        self._history: deque[tuple[int, object, str]] = deque(maxlen=HISTORY)
         self._error: ExchangeError | None = None
         self._current: tuple[float, Waiting] | None = None
         self._watcher: threading.Thread | None = None
         self._on_device: deque[tuple[dist.Work, float, Waiting]] = deque()
+
+    @property
+    def operation(self) -> str:
+        """The operation that this rank began last, and what it has to say about it."""
+        if not self._history:
+            return "nothing yet"
+        _, what, hint = self._history[-1]
+        return f"[{what}]" + (f". {hint}" if hint else "")
 
     @property
     def failed(self) -> bool:
@@ -77,8 +89,11 @@ class Watch:
         self._timeout = seconds
         self._limit = timedelta(seconds=seconds)
 
-    def begin(self, what: object) -> None:
-        """Count an operation that every rank of the group takes part in; `str(what)` names it."""
+    def begin(self, what: object, hint: str = "") -> None:
+        """Count an operation that every rank of the group takes part in; `str(what)` names it.
+
+        hint: what this rank adds to the message if other ranks turn out to do something else.
+        """
         if self._error is not None:
             raise type(self._error)(f"{self._error} (an earlier failure; the group is unusable)")
         now = time.monotonic()
@@ -86,7 +101,7 @@ class Watch:
             self._asked = now
             self.raise_remote_failure()
         self._sequence += 1
-        self._history.append((self._sequence, what))
+        self._history.append((self._sequence, what, hint))
         if self._on_device:
             self._check_device_works()
 
@@ -223,29 +238,41 @@ class Watch:
 
     def _compare_progress(self, peer: int | None, state: _WatcherState) -> None:
         """Compare what was done last with the awaited peer and, in turn, with some others."""
-        own = {number: str(what) for number, what in list(self._history)}
+        own = {number: (str(what), hint) for number, what, hint in list(self._history)}
         if state.published != self._sequence:
-            self._ask(partial(self._board.publish_progress, list(own.items())))
+            self._ask(partial(self._board.publish_progress, own))
             state.published = self._sequence
         others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
         turns = range(min(PEERS_PER_POLL, len(others)))
         chosen = {others[(state.turn + i) % len(others)] for i in turns}
         state.turn += PEERS_PER_POLL
         for rank in sorted(chosen if peer is None else chosen | {peer}):
-            for number, text in self._ask(partial(self._board.progress_of, rank)):
-                if number in own and own[number] != text:
-                    self._mismatch(rank, number, own[number], text)
+            for number, theirs in self._ask(partial(self._board.progress_of, rank)).items():
+                if number in own and own[number][0] != theirs[0]:
+                    self._mismatch(rank, number, own[number], theirs)
 
-    def _mismatch(self, rank: int, number: int, own: str, theirs: str) -> NoReturn:
+    def _mismatch(
+        self, rank: int, number: int, own: tuple[str, str], theirs: tuple[str, str]
+    ) -> NoReturn:
         here, there = self._ranks.name(self._ranks.rank), self._ranks.name(rank)
+        hints = "".join(f". {hint}" for _, hint in (own, theirs) if hint)
         self.fail(
             RankMismatch(
                 f"ranks are in different operations: as its exchange number {number} {here} does "
-                f"[{own}] and {there} does [{theirs}]. Every rank must run the same layers in the "
-                "same order with tensors of the same shapes and dtypes (the number of tokens may "
-                "differ), whatever its labels, masks and requires_grad are"
+                f"[{own[0]}] and {there} does [{theirs[0]}]{hints}. {SAME_ORDER}"
             ),
-            own,
+            own[0],
+        )
+
+    def differ(self, operations: Sequence[str]) -> NoReturn:
+        """Raise what all ranks found together: `operations`, by rank, are not the same."""
+        by_text: dict[str, list[str]] = {}
+        for rank, text in enumerate(operations):
+            by_text.setdefault(text, []).append(self._ranks.name(rank))
+        lines = [f"  {', '.join(ranks)}: {text}" for text, ranks in by_text.items()]
+        self.fail(
+            RankMismatch("\n".join(["ranks are in different operations:", *lines, SAME_ORDER])),
+            self.operation,
         )
 
     def _check_device_works(self) -> None:

@@ -95,7 +95,13 @@ class GroupRuntime:
         if self.size == 1:
             return (tokens,)
         what = "lengths of the shards, which no sequence_context and no shard_sequence told"
-        rows = self.exchanger().gather_integers(what, [tokens])
+        news = (
+            f"The shard length changed on rank {self.rank}, to {tokens} tokens"
+            if self._plans and tokens not in self._plans
+            else f"Rank {self.rank} was given {tokens} tokens and asks for the others' lengths"
+        )
+        fix = "give every rank the same lengths= through sequence_context or shard_sequence"
+        rows = self.exchanger().gather_integers(what, [tokens], hint=f"{news}: {fix}")
         return tuple(row[0] for row in rows)
 
     def agreed_plan(

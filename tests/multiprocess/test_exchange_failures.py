@@ -135,6 +135,34 @@ def test_different_operations_are_found(what: str) -> None:
         assert ("agree(shapes of layer 5: 1, 2)" if what == "agree" else "layer 2") in text
 
 
+def collecting(rank: int, size: int, first: str, second: str) -> str:
+    """Small collectives and an all-gather of other sizes meet; no rank may be ended by that."""
+    exchanger = StateExchanger(None, "all_gather", timeout=30.0)
+    what = second if rank == 1 else first
+    start = time.monotonic()
+    with pytest.raises(RankMismatch) as caught:
+        if what == "agree":
+            exchanger.agree("plan", (1, "x" * 3000))
+        elif what == "scan":
+            exchange(exchanger)
+        else:
+            exchanger.gather_integers("lengths", range(int(what)), hint=f"hint of {rank}")
+        exchanger.agree("end", ())
+    assert time.monotonic() - start < 8
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("1", "agree"), ("agree", "200"), ("1", "2"), ("agree", "scan")]
+)
+def test_collectives_of_different_sizes_meet_safely(first: str, second: str) -> None:
+    for text in run_ranks(collecting, 3, first, second, timeout=25):
+        assert "different operations" in text
+        if first == "1":
+            assert "rank 0: [gather_integers(lengths, 1 values)]. hint of 0" in text
+        assert ("prefix" if second == "scan" else "rank 1: [") in text
+
+
 def wrong_tag(rank: int, size: int) -> str:
     exchanger = StateExchanger(None, "chain", timeout=30.0)
     expected = TagMismatch if rank == 1 else RemoteRankError
