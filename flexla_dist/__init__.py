@@ -19,10 +19,14 @@ if TYPE_CHECKING:
     from flexla_dist.ops.op import LinearAttentionOp, compile
     from flexla_dist.parallel import (
         SequenceParallelLA,
+        SequenceParallelOp,
+        global_token_count,
+        mean_loss,
         parallelize_sequence,
         sequence_context,
         sequence_loss,
         shard_sequence,
+        shift_labels,
         unshard_sequence,
     )
     from flexla_dist.spec import LinearAttentionSpec, LogScaled, functional
@@ -41,6 +45,10 @@ _HOMES = {
     "sequence_loss": "flexla_dist.parallel",
     "shard_sequence": "flexla_dist.parallel",
     "unshard_sequence": "flexla_dist.parallel",
+    "SequenceParallelOp": "flexla_dist.parallel",
+    "global_token_count": "flexla_dist.parallel",
+    "mean_loss": "flexla_dist.parallel",
+    "shift_labels": "flexla_dist.parallel",
 }
 _MODULES = {
     "functional": "flexla_dist.spec.functional",
@@ -53,16 +61,20 @@ __all__ = [
     "LinearAttentionSpec",
     "LogScaled",
     "SequenceParallelLA",
+    "SequenceParallelOp",
     "__version__",
     "compile",
     "explain",
     "functional",
+    "global_token_count",
     "layers",
+    "mean_loss",
     "ops",
     "parallelize_sequence",
     "sequence_context",
     "sequence_loss",
     "shard_sequence",
+    "shift_labels",
     "unshard_sequence",
 ]
 

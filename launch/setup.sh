@@ -82,7 +82,7 @@ for installed in "$stamp" .venv/installed-dev; do
 done
 
 write_constraints > .venv/constraints.txt
-echo "installing flexla_dist[$extra] into .venv (minutes the first time)"
+echo "installing flexla_dist[$extra] into .venv: PyTorch and the rest, about a minute the first time"
 .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint .venv/constraints.txt \
     --editable ".[$extra]" || fail "the installation failed; its messages are above"
 echo "$wanted" > "$stamp"

@@ -19,7 +19,12 @@ class SequenceParallelOp:
     """A compiled operator whose tokens are sharded over a group; called like the operator itself.
 
     Every rank calls it with its own tokens [B, T_local, ...]; shards and documents come from the
-    `sequence_context`. `initial_state` and `output_final_state` as in `SequenceExchange.attend`.
+    `sequence_context`. `initial_state`: states [N, HV, ...] of all documents (batch rows when
+    unpacked), the same on every rank.
+
+    `output_final_state`: False gives None. True or "owner" gives states [N, HV, ...] in which a
+    document's row is filled on the rank that owns its last token (unpacked: the last rank), and is
+    zero on the others. "broadcast" gives all rows on every rank.
 
     op: a `LinearAttentionOp`. mesh, group: exactly one, the ranks over which the sequence is cut.
     strategy: "auto", "chain", "log_scan", "hierarchical" or "all_gather". node_size: consecutive
