@@ -10,6 +10,11 @@ from flexla_dist.testing.poison import poisoned_memory
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the larger grids as well")
+    parser.addoption(
+        "--accept-golden",
+        action="store_true",
+        help="write tests/unit/golden anew from what is generated",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
