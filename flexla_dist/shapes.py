@@ -14,6 +14,7 @@ the sequence. Tensors are `[B, T, H, K]`, states `[N, HV, K, V]`, gates natural 
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 
 TOKEN_DIM = "C"
@@ -30,3 +31,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint ` (did you mean 'x'?)` for a misspelt name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def whole_numbers(name: str, values: object, error: type[Exception]) -> tuple[int, ...]:
+    """A sequence of integers of any kind as Python integers; `error` for fractions and booleans."""
+    kind = type(values).__name__
+    fix = "expected whole numbers: give ints, an integer array or an integer tensor"
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise error(f"{name} is {values!r}, a {kind}; {fix}")
+    found = []
+    for place, value in enumerate(values):
+        kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
+        try:
+            if kind == "bool":
+                raise TypeError
+            found.append(operator.index(value))
+        except TypeError:
+            raise error(f"{name}: entry {place} is {value!r}, a {kind}; {fix}") from None
+    return tuple(found)

@@ -45,6 +45,7 @@ from flexla_dist.ops.autograd import (
     refuse_double_backward,
     refuse_vmap,
 )
+from flexla_dist.shapes import whole_numbers
 
 if TYPE_CHECKING:
     from flexla_dist.ops.op import LinearAttentionOp
@@ -164,7 +165,8 @@ def call(
             raise ArgumentTypeError(f"{key}: scalar {name!r} is {kind}")
         scalars.append(float(number))
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
-        cu_seqlens = torch.tensor([int(x) for x in cu_seqlens], dtype=torch.int64)
+        numbers = whole_numbers(f"{key}: cu_seqlens", cu_seqlens, ArgumentTypeError)
+        cu_seqlens = torch.tensor(numbers, dtype=torch.int64)
     output, leave, _ = torch.ops.flexla_dist.attention(
         key, tensors, _in_compute_dtype(initial, tensors), scalars, cu_seqlens, executor or ""
     )

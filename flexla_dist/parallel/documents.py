@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexla_dist.errors import ShardingError
+from flexla_dist.shapes import whole_numbers
 
 Offsets = tuple[int, ...]
 
@@ -39,7 +40,7 @@ def shard_offsets(lengths: Sequence[int]) -> Offsets:
 
 def check_lengths(lengths: Sequence[int], ranks: int, total: int | None = None) -> tuple[int, ...]:
     """`lengths` as a tuple of P numbers that sum to `total`, or a ShardingError."""
-    result = tuple(int(length) for length in lengths)
+    result = whole_numbers("lengths", lengths, ShardingError)
     if len(result) != ranks:
         raise ShardingError(
             f"lengths has {len(result)} entries, expected one for each of the {ranks} ranks: "
@@ -64,7 +65,7 @@ def read_cu_seqlens(cu_seqlens: Tensor | Sequence[int]) -> Offsets:
             )
         starts = tuple(cu_seqlens.tolist())
     else:
-        starts = tuple(int(start) for start in cu_seqlens)
+        starts = whole_numbers("cu_seqlens", cu_seqlens, ShardingError)
     if len(starts) < 2 or starts[0] != 0:
         raise ShardingError(
             "cu_seqlens must start with 0 and end with the number of tokens, at least two numbers; "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -217,6 +218,9 @@ def test_wrong_documents() -> None:
     for tensor in (torch.tensor([0.0, 7.0]), torch.tensor([[0, 7]])):
         with pytest.raises(ArgumentTypeError, match="expected int32 or int64 with shape"):
             op(**one, cu_seqlens=tensor)
+    for numbers in ([0, 3.5, 7], [False, 3, 7], np.array([0, 3.0, 7]), 7, [0, np.True_, 7]):
+        with pytest.raises(ArgumentTypeError, match=r"gla: cu_seqlens.*expected whole numbers"):
+            op(**one, cu_seqlens=numbers)
     packed = torch.tensor([0, 3, 7])
     with pytest.raises(
         ArgumentError, match=r"expected \(2, 4, 8, 6\) = \[N, HV, K, V\], one state"
@@ -224,6 +228,7 @@ def test_wrong_documents() -> None:
         op(**one, cu_seqlens=packed, initial_state=torch.zeros(1, 4, 8, 6))
     same = op(**one, cu_seqlens=[0, 3, 7])[0], op(**one, cu_seqlens=packed.int())[0]
     assert torch.equal(same[0], same[1])
+    assert torch.equal(same[0], op(**one, cu_seqlens=np.array([0, 3, 7]))[0])
 
 
 def test_wrong_settings() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,6 +90,10 @@ def test_a_shard_alone() -> None:
         ([0], "at least two numbers"),
         (torch.tensor([0.0, 5.0]), "int32 or int64"),
         (torch.zeros(2, 2, dtype=torch.int64), "vector"),
+        ([0, 10.9, 96], "cu_seqlens: entry 1 is 10.9, a float; expected whole numbers"),
+        ([False, True], "entry 0 is False, a bool"),
+        (np.array([0, 96.0]), "entry 0 is .*, a float64"),
+        (96, "cu_seqlens is 96, a int; expected whole numbers"),
     ],
 )
 def test_wrong_cu_seqlens_are_named(bad: object, words: str) -> None:
@@ -97,6 +102,10 @@ def test_wrong_cu_seqlens_are_named(bad: object, words: str) -> None:
 
 
 def test_wrong_lengths_are_named() -> None:
+    with pytest.raises(ShardingError, match=r"lengths: entry 1 is 2\.5, a float; expected whole"):
+        check_lengths([1, 2.5], 2)  # type: ignore[list-item]
+    assert check_lengths(torch.tensor([1, 2]), 2) == (1, 2)  # type: ignore[arg-type]
+    assert read_cu_seqlens(np.array([0, 3, 5], dtype=np.uint8)) == (0, 3, 5)  # type: ignore[arg-type]
     with pytest.raises(ShardingError, match="one for each of the 2 ranks"):
         check_lengths([1, 2, 3], 2)
     with pytest.raises(ShardingError, match="must not be negative"):

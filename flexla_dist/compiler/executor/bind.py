@@ -17,7 +17,7 @@ from torch import Tensor
 from flexla_dist.compiler.executor.layout import fitting_chunk_size, make_layout
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.errors import ArgumentError, ArgumentTypeError
-from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims, nearest
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims, nearest, whole_numbers
 from flexla_dist.spec.spec import InputSpec, LinearAttentionSpec
 
 DEFAULT_CHUNK_SIZE = 64
@@ -228,7 +228,7 @@ def _scalars(spec: LinearAttentionSpec, given: Mapping[str, float]) -> dict[str,
 def read_offsets(spec: LinearAttentionSpec, cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     """Document bounds as numbers: the one place that waits for a device."""
     if not isinstance(cu_seqlens, Tensor):
-        offsets = tuple(int(x) for x in cu_seqlens)
+        offsets = whole_numbers(f"{spec.name}: cu_seqlens", cu_seqlens, ArgumentTypeError)
     else:
         check_offset_type(spec, cu_seqlens)
         if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
