@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from flexla_dist.train.config import TrainConfig
+from flexla_dist.train.limits import problem_of_numbers
 
 _UNKNOWN = (
     re.compile(r"unrecognized arguments: --(?P<key>[^\s=+]+)", re.IGNORECASE),
@@ -52,7 +53,11 @@ def parse(argv: Sequence[str], prog: str = "flexla-dist train") -> TrainConfig:
     except (argparse.ArgumentError, TypeError) as error:
         raise ArgumentProblem(_with_place(explain(str(error)), words, places)) from None
     fields = {item.name: getattr(values, item.name) for item in dataclasses.fields(TrainConfig)}
-    return TrainConfig(**fields)
+    config = TrainConfig(**fields)
+    problem = problem_of_numbers(config)
+    if problem is not None:
+        raise ArgumentProblem(_with_place(problem, words, places))
+    return config
 
 
 def explain(message: str) -> str:

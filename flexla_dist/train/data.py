@@ -35,7 +35,10 @@ class Text:
         """Lay documents end to end, empty ones left out."""
         documents = [document for document in documents if document]
         lengths = torch.tensor([0, *map(len, documents)])
-        data = torch.frombuffer(bytearray(b"".join(documents)), dtype=torch.uint8)
+        joined = bytearray(b"".join(documents))
+        data = torch.empty(0, dtype=torch.uint8)
+        if joined:
+            data = torch.frombuffer(joined, dtype=torch.uint8)
         return Text(data, lengths.cumsum(0)[:-1])
 
     def windows(self, length: int) -> int:
@@ -92,16 +95,39 @@ def load_texts(config: DataConfig, seed: int) -> tuple[Text, Text]:
     if len(documents) == 1:
         cut = int(len(documents[0]) * (1.0 - config.held_out))
         documents = [documents[0][cut:], documents[0][:cut]]
-    count = min(len(documents) - 1, max(1, round(config.held_out * len(documents))))
+    count = _held_out_files(config, len(documents))
     texts = Text.of(documents[count:]), Text.of(documents[:count])
-    for name, text in zip(("training", "held-out"), texts, strict=True):
-        if text.windows(config.length) < 1:
+    _check_lengths(config, *(len(text.data) for text in texts))
+    return texts
+
+
+def check_texts(config: DataConfig, seed: int) -> None:
+    """ArgumentProblem where `load_texts` would raise it; looks at sizes alone."""
+    files = find_files(config)
+    random.Random(seed).shuffle(files)
+    for path in files:
+        if not os.access(path, os.R_OK):
+            raise ArgumentProblem(f"data: {path} cannot be read; its permissions forbid it")
+    sizes = [path.stat().st_size for path in files]
+    if len(sizes) == 1:
+        cut = int(sizes[0] * (1.0 - config.held_out))
+        sizes = [sizes[0] - cut, cut]
+    count = _held_out_files(config, len(sizes))
+    _check_lengths(config, sum(sizes[count:]), sum(sizes[:count]))
+
+
+def _held_out_files(config: DataConfig, files: int) -> int:
+    return min(files - 1, max(1, round(config.held_out * files)))
+
+
+def _check_lengths(config: DataConfig, training: int, held_out: int) -> None:
+    for name, size in (("training", training), ("held-out", held_out)):
+        if size <= config.length:
             raise ArgumentProblem(
-                f"data: the {name} text has {len(text.data)} bytes, fewer than one sequence of "
+                f"data: the {name} text has {size} bytes, fewer than one sequence of "
                 f"data.length = {config.length} and the byte after it; give more text or a smaller "
                 "data.length"
             )
-    return texts
 
 
 class Sampler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from flexla_dist.train import arguments, checkpoint, launch
 from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.checkpoint import CheckpointProblem
 from flexla_dist.train.config import TrainConfig
-from flexla_dist.train.data import Sampler, entropies, find_files, load_texts
+from flexla_dist.train.data import Sampler, check_texts, entropies, load_texts
+from flexla_dist.train.limits import problem_of_folder
 from flexla_dist.train.loop import Result, Trainer, sequences_per_rank
 from flexla_dist.train.report import Reporter, RunReporter, SilentReporter
 
@@ -27,23 +29,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; the exit status is 0, 2 for settings that do not fit, 1 for a failure."""
     ranks = None
     words = list(sys.argv[1:] if argv is None else argv)
+    status = 0
     try:
         if any(word.partition("=")[0] == CHECK for word in words):
             return _only_check(words)
         config = arguments.parse(words)
+        _check_before_ranks(config)
         ranks = launch.start(config)
         train(config, ranks)
     except (ArgumentProblem, ValueError, TypeError) as error:
         print(f"{_who(ranks)}: {error}", file=sys.stderr, flush=True)
         if not isinstance(error, ArgumentProblem | CheckpointProblem):
             _show_trace()
-        return 2
+        status = 2
     except Exception:
         print(f"{_who(ranks)} failed:", file=sys.stderr, flush=True)
         traceback.print_exc()
-        return 1
-    dist.destroy_process_group()
-    return 0
+        status = 1
+    _leave(ranks, status)
+    return status
+
+
+def _leave(ranks: launch.Ranks | None, status: int) -> None:
+    """Leave the world of ranks. A rank that failed among others ends its process here: collectives
+    that the others no longer join have threads that an orderly end would wait for, or abort on."""
+    if ranks is not None and ranks.world > 1 and status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _only_check(words: list[str]) -> int:
@@ -67,10 +82,18 @@ def _only_check(words: list[str]) -> int:
 def check_settings(config: TrainConfig, world: int = 0) -> None:
     """ArgumentProblem or CheckpointProblem unless a run may start on `world` ranks (0: as many as
     the mesh wants). Starts and writes nothing."""
-    _check_model(config)
+    _check_before_ranks(config)
     ranks = world or config.mesh.cp * max(1, config.mesh.dp)
     sequences_per_rank(config, launch.sequence_groups(config.mesh, ranks))
-    find_files(config.data)
+
+
+def _check_before_ranks(config: TrainConfig) -> None:
+    """What can be told without knowing how many ranks there are."""
+    _check_model(config)
+    check_texts(config.data, config.seed)
+    problem = problem_of_folder(Path(config.out))
+    if problem is not None:
+        raise ArgumentProblem(problem)
     _checkpoint_to_resume(config)
 
 

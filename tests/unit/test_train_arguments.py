@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexla_dist.train.arguments import ArgumentProblem, parse, valid_keys
 from flexla_dist.train.config import TrainConfig
@@ -107,7 +108,7 @@ SMALL = ["--out", "{out}", "--data.paths=[{out}/a.py]"]
 def test_settings_are_checked_without_training(
     tmp_path: Path, words: list[str], status: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "a.py").write_text("x = 1\n" * 10_000)
     assert main([*(word.format(out=tmp_path) for word in SMALL), *words]) == status
     shown = capsys.readouterr().err
     assert text in shown and len(shown.splitlines()) == (status == 2)
@@ -140,3 +141,57 @@ def test_every_setting_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> Non
 def test_numbers_that_do_not_fit(words: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         sequences_per_rank(parse(words), 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("--steps=0", "steps: got 0, expected at least 1"),
+        ("--batch=0", "batch: got 0, expected at least 1"),
+        ("--accumulation=0", "accumulation: got 0, expected at least 1"),
+        ("--log_every=0", "log_every: got 0, expected at least 1"),
+        ("--eval.sequences=0", "eval.sequences: got 0, expected at least 1"),
+        ("--data.length=-5", "data.length: got -5, expected at least 1"),
+        ("--checkpoint.keep=0", "checkpoint.keep: got 0, expected at least 1"),
+        ("--model.heads=0", "model.heads: got 0, expected at least 1"),
+        ("--model.vocab=100", "model.vocab: got 100, expected at least 256"),
+        ("--threads=-1", "threads: got -1, expected at least 0"),
+        ("--mesh.timeout=0", "mesh.timeout: got 0.0, expected more than 0"),
+        ("--optim.beta1=1", "optim.beta1: got 1.0, expected from 0 to below 1"),
+        ("--data.held_out=1.5", "data.held_out: got 1.5, expected a fraction above 0 and below"),
+        ("--data.held_out=0", "data.held_out: got 0.0, expected a fraction above 0 and below"),
+        ("--sample.prompt=", "sample.prompt: got '', expected at least one character"),
+    ],
+)
+def test_numbers_out_of_range(tmp_path: Path, word: str, text: str) -> None:
+    with pytest.raises(ArgumentProblem) as problem:
+        parse([word])
+    assert str(problem.value).startswith(text)
+    key, _, value = word.removeprefix("--").rpartition("=")
+    group, _, name = key.rpartition(".")
+    line = f"{name}: {value or repr(value)}"
+    file = tmp_path / "a.yaml"
+    file.write_text(f"{group}:\n  {line}\n" if group else f"{line}\n")
+    with pytest.raises(ArgumentProblem, match=r"a\.yaml, line [12]: " + key):
+        parse(["--config", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("size", "out", "text"),
+    [
+        (0, "run", "data: the training text has 0 bytes, fewer than one sequence"),
+        (1, "run", "data: the training text has 0 bytes, fewer than one sequence"),
+        (60_000, "a.py", "a.py is a file; give --out another folder"),
+        (60_000, "a.py/run", "a.py is a file; give --out another folder"),
+        (60_000, "/proc/run", "out: /proc/run cannot be written"),
+    ],
+)
+def test_files_and_folders_are_checked_before_ranks_start(
+    tmp_path: Path, size: int, out: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text("x" * size)
+    words = [f"--data.paths=[{tmp_path / 'a.py'}]", "--out", str(tmp_path / out)]
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert text in shown and "Traceback" not in shown and len(shown.splitlines()) == 1
+    assert not torch.distributed.is_initialized()
