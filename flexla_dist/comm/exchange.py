@@ -22,7 +22,7 @@ from flexla_dist.comm.links import (
     nodes_of_ids,
     nodes_of_size,
 )
-from flexla_dist.comm.strategies import STRATEGIES, ScanProblem
+from flexla_dist.comm.strategies import STRATEGIES, ScanProblem, check_strategy
 from flexla_dist.comm.tag import Tag
 from flexla_dist.comm.transfer import TransferPlan
 from flexla_dist.comm.watch import Watch
@@ -52,25 +52,23 @@ class StateExchanger:
         node_ids: Sequence[int | str] | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if strategy != "auto" and strategy not in STRATEGIES:
-            known = ", ".join(["auto", *STRATEGIES])
-            raise ValueError(f"strategy is {strategy!r}, expected one of: {known}")
+        check_strategy(strategy)
         self.ranks = GroupRanks.of(group)
         self.strategy = strategy
         self.last_choice: Choice | None = None
         self._nodes = self._given_nodes(node_size, node_ids)
+        self._layout = _in_words(self._nodes, strategy)
         self._watch = Watch(self.ranks, timeout)
         self._channel = Channel(self.ranks, self._watch)
 
     def using(self, strategy: str, *, node_size: int | None = None) -> StateExchanger:
         """The same exchanger, order of operations included, with another strategy for its scans."""
-        if strategy != "auto" and strategy not in STRATEGIES:
-            known = ", ".join(["auto", *STRATEGIES])
-            raise ValueError(f"strategy is {strategy!r}, expected one of: {known}")
+        check_strategy(strategy)
         other = copy.copy(self)
         other.strategy, other.last_choice = strategy, None
-        if node_size is not None:
-            other._nodes = nodes_of_size(self.size, node_size)
+        given = None if node_size is None else nodes_of_size(self.size, node_size)
+        other._nodes = self._nodes if given is None else given
+        other._layout = _in_words(given, strategy)
         return other
 
     def set_timeout(self, seconds: float) -> None:
@@ -207,7 +205,7 @@ class StateExchanger:
     ) -> State:
         self._check_scan(element, crossing, template)
         size = state_bytes(template)
-        self._watch.begin(f"{what} by {self.strategy} of {size} bytes ({tag})")
+        self._watch.begin(f"{what} by {self.strategy} of {size} bytes{self._layout} ({tag})")
         if not any(crossing):
             return zero_state(element, template)
         strategy = STRATEGIES[self.resolve(element, template)]
@@ -259,6 +257,13 @@ class StateExchanger:
             names = agreement.gather_texts(self._channel, "gathering of host names", host_name())
             self._nodes = nodes_of_ids(names)
         return self._nodes
+
+
+def _in_words(nodes: Sequence[int] | None, strategy: str) -> str:
+    """Nodes that were given, where they decide who sends to whom."""
+    if nodes is None or strategy not in ("auto", "hierarchical"):
+        return ""
+    return f" on nodes of {node_runs(nodes)} ranks"
 
 
 def _without(rows: Tensor, dim: int) -> str:

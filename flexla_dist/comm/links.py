@@ -10,6 +10,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from flexla_dist.errors import ShardingError
+
 
 @dataclass(frozen=True)
 class GroupRanks:
@@ -116,8 +118,10 @@ class Line:
 
 def nodes_of_size(size: int, node_size: int) -> tuple[int, ...]:
     """Node number of every rank when each node holds `node_size` consecutive ranks."""
-    if node_size < 1:
-        raise ValueError(f"node_size is {node_size}, expected at least 1")
+    if isinstance(node_size, bool) or not isinstance(node_size, int) or node_size < 1:
+        raise ShardingError(
+            f"node_size is {node_size!r}, expected a whole number of ranks, at least 1"
+        )
     return tuple(rank // node_size for rank in range(size))
 
 

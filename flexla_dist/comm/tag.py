@@ -9,6 +9,7 @@ from typing import Literal
 HEADER_WORDS = 8
 HEADER_BYTES = 8 * HEADER_WORDS
 _MAGIC = 0x464C41  # "FLA"
+_NO_CONTEXT = 1 << 62
 _DIRECTIONS: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
 
 
@@ -20,6 +21,19 @@ class Kind(IntEnum):
     ROWS = 3
     ROW_GRADIENTS = 4
     TENSOR = 5
+
+
+def outside_context(lengths_id: int) -> int:
+    """The number that stands for a micro-batch outside of any context; lengths_id: 32 bits that
+    tell other shard lengths apart."""
+    return _NO_CONTEXT | lengths_id
+
+
+def micro_batch_words(number: int) -> str:
+    """`micro-batch 3`, or that there was no context."""
+    if number < _NO_CONTEXT:
+        return f"micro-batch {number}"
+    return f"no context with lengths of hash {number - _NO_CONTEXT:08x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +48,7 @@ class Tag:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step}, micro-batch {self.micro_batch}, layer {self.layer}, "
+            f"step {self.step}, {micro_batch_words(self.micro_batch)}, layer {self.layer}, "
             f"call {self.call}, {self.direction}"
         )
 

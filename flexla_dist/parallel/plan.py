@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flexla_dist.comm.tag import micro_batch_words
 from flexla_dist.comm.transfer import TransferPlan, plan_tails
 from flexla_dist.parallel.documents import (
     LocalDocuments,
@@ -128,7 +129,7 @@ class SequencePlan:
         kind = f"{self.num_documents} packed documents" if self.packed else "nothing packed"
         return (
             f"shards of {self.lengths} tokens, {kind}, step {self.step}, "
-            f"micro-batch {self.micro_batch}"
+            f"{micro_batch_words(self.micro_batch)}"
         )
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flexla_dist.comm.exchange import StateExchanger
+from flexla_dist.comm.links import nodes_of_size
+from flexla_dist.comm.strategies import check_strategy
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.attend import ShardedAttend
@@ -40,6 +42,9 @@ class Site:
         node_size: int | None = None,
         timeout: float | None = None,
     ) -> None:
+        check_strategy(strategy)
+        if node_size is not None:
+            nodes_of_size(1, node_size)
         self.group = group
         self.name = name
         self.strategy = strategy
@@ -208,6 +213,7 @@ class SequenceExchange:
         index = self._next()
         if not self._replay:
             signature = _signature(op, engine, inputs, params, scalars, initial, finals)
+            signature |= {"strategy": site.strategy, "node_size": site.node_size}
             local = any(t.requires_grad for t in tensors)
             record.wanted.append(site.gradient_wanted(index, signature, local))
         call = LocalCall(

@@ -324,7 +324,27 @@ def communicating_recomputation(rank: int) -> None:
 
 
 def wrong_strategy(rank: int) -> None:
-    SequenceParallelLA(make_layer(), group=dist.group.WORLD, strategy="ring")(tokens(4))
+    SequenceParallelLA(make_layer(), group=dist.group.WORLD, strategy="log_scam")
+
+
+def other_node_size(rank: int) -> None:
+    layer = SequenceParallelLA(make_layer(), group=dist.group.WORLD, node_size=1 + rank)
+    layer(tokens(4))
+
+
+def packed_on_one_rank(rank: int) -> None:
+    """The first exchange is an agreement here, a gathering of lengths there."""
+    layer = SequenceParallelLA(make_layer(), group=dist.group.WORLD)
+    if rank:
+        with sequence_context(dist.group.WORLD, cu_seqlens=[0, 3, 8]):
+            layer(tokens(4))
+    layer(tokens(4))
+
+
+def new_length_on_one_rank(rank: int) -> None:
+    layer = SequenceParallelLA(make_layer(), group=dist.group.WORLD, timeout=30.0)
+    layer(tokens(4))
+    layer(tokens(4 - rank)).sum().backward()
 
 
 DISAGREE = "RankMismatch"
@@ -345,9 +365,12 @@ FAILURES: list[tuple[Callable[[int], None], str, str]] = [
     (documents_without_context, ShardingError.__name__, "sequence_context"),
     (wrong_initial_state, DISAGREE, "initial state"),
     (failing_block, "ValueError", "out of luck"),
-    (other_plan, "TagMismatch", "same order"),
+    (other_plan, "TagMismatch", "no context with lengths of hash"),
     (communicating_recomputation, "RecomputeError", "outside of the checkpointed"),
-    (wrong_strategy, "ValueError", "expected one of"),
+    (wrong_strategy, ShardingError.__name__, "did you mean 'log_scan'"),
+    (other_node_size, DISAGREE, "node_size="),
+    (packed_on_one_rank, DISAGREE, "rank 1: [agree(sequence_context: lengths (4, 4), cu_seqlens"),
+    (new_length_on_one_rank, DISAGREE, "shard length changed on rank 1, to 3 tokens: give every"),
 ]
 
 
@@ -370,6 +393,24 @@ def test_every_rank_is_told_within_seconds(
         assert result is not None, f"rank {rank} noticed nothing"
         assert result.type == error or error in result.message, f"rank {rank}: {result}"
         assert words in result.message, f"rank {rank}: {result}"
+
+
+def strategies_by_name(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    op = compile(get_variant("simple_gla"))
+    for wrap in (
+        lambda name: SequenceParallelOp(op, group=group, strategy=name),
+        lambda name: parallelize_sequence(make_layer(), group=group, strategy=name),
+        lambda name: SequenceParallelLA(make_layer(), group=group, strategy=name),
+    ):
+        with pytest.raises(ShardingError, match=r"strategy is 'chian'.*did you mean 'chain'"):
+            wrap("chian")
+    with pytest.raises(ShardingError, match="node_size is 0, expected a whole number"):
+        SequenceParallelLA(make_layer(), group=group, node_size=0)
+
+
+def test_strategies_are_checked_when_wrapping() -> None:
+    run_ranks(strategies_by_name, 1, preload=PRELOAD)
 
 
 def test_argument_errors_are_value_errors() -> None:

@@ -163,6 +163,19 @@ def test_collectives_of_different_sizes_meet_safely(first: str, second: str) -> 
         assert ("prefix" if second == "scan" else "rank 1: [") in text
 
 
+def other_nodes(rank: int, size: int) -> str:
+    exchanger = StateExchanger(None, "hierarchical", node_size=1 + (rank != 1), timeout=30.0)
+    with pytest.raises(RankMismatch) as caught:
+        exchange(exchanger)
+        exchanger.agree("end", ())
+    return str(caught.value)
+
+
+def test_other_nodes_are_found() -> None:
+    for text in run_ranks(other_nodes, 3, timeout=25):
+        assert "nodes of (1, 1, 1) ranks" in text and "nodes of (2, 1) ranks" in text
+
+
 def wrong_tag(rank: int, size: int) -> str:
     exchanger = StateExchanger(None, "chain", timeout=30.0)
     expected = TagMismatch if rank == 1 else RemoteRankError
