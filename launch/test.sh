@@ -10,7 +10,8 @@ usage: launch/test.sh [PYTEST ARGUMENTS]
 Makes .venv where it is missing, checks formatting, lint and types, and runs the tests.
 In a git checkout, formatting, lint and types look at the files that git knows. Arguments go to pytest,
 which runs twice, in Triton's interpreter (tests/interpret; its switch is read once in a process) and
-outside it, each in as many processes as there are cores, at most four. -n, -s and --pdb change that.
+outside it, each in as many processes as there are cores, at most four; single files in one. -n, -s and
+--pdb change that.
 
   launch/test.sh                         everything but the larger grids
   launch/test.sh --long                  those too
@@ -60,13 +61,17 @@ if [ ${#compiled[@]} -eq 0 ] && [ ${#interpreted[@]} -eq 0 ]; then
     compiled=(tests) interpreted=(tests/interpret)
 fi
 
-# Processes beside each other: not where the user says how many, or wants to see or to stop inside.
+# Processes beside each other: not for single files, which they would start up longer than they run,
+# nor where the user says how many, or wants to see or to stop inside.
 beside=()
 processes="$(env -u OMP_NUM_THREADS nproc)"
 [ "$processes" -le 4 ] || processes=4
 if [ "$processes" -gt 1 ]; then
     beside=(-n "$processes" --dist loadfile)
 fi
+for word in ${compiled[@]+"${compiled[@]}"} ${interpreted[@]+"${interpreted[@]}"}; do
+    [ ! -f "${word%%::*}" ] || beside=()
+done
 for word in ${options[@]+"${options[@]}"}; do
     case "$word" in
         -n* | --numprocesses* | --dist* | -s | --capture=no | --pdb | --trace | no:xdist | -pno:xdist) beside=() ;;

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from flexla_dist.errors import FlexlaError
 from flexla_dist.layers import generate
 from flexla_dist.layers.recipes import RECIPES
 from flexla_dist.train import arguments, checkpoint, launch
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(config, ranks)
     except (ArgumentProblem, ValueError, TypeError) as error:
         print(f"{_who(ranks)}: {error}", file=sys.stderr, flush=True)
-        if not isinstance(error, ArgumentProblem | CheckpointProblem):
+        if not isinstance(error, ArgumentProblem | CheckpointProblem | FlexlaError):
             _show_trace()
         status = 2
     except Exception:
@@ -219,6 +220,6 @@ def _who(ranks: launch.Ranks | None) -> str:
 
 
 def _show_trace() -> None:
-    """The place of an error that is no plain mistake in the settings."""
+    """The place of an error that the package did not raise on purpose."""
     frame = traceback.extract_tb(sys.exc_info()[2])[-1]
     print(f"  at {frame.filename}:{frame.lineno}, in {frame.name}", file=sys.stderr, flush=True)
