@@ -6,7 +6,13 @@
     python scaling_runs/check_gpu.py --variants gla,kda
     python scaling_runs/check_gpu.py --compile-only       fill Triton's cache, no GPU needed
 
-Rows go to scaling_runs/results/check_<gpu>.csv. Cases that passed at this commit are not run again.
+Rows go to scaling_runs/results/check_<gpu>.csv. Cases that passed at this commit are not run again,
+those that failed come last. Kernels compiled elsewhere are found when TRITON_CACHE_DIR names the
+same folder on both machines and both have the same Triton:
+
+    TRITON_CACHE_DIR=/tmp/kernels TRITON_STORE_BINARY_ONLY=1 \\
+        python scaling_runs/check_gpu.py --compile-only --quick --jobs 2
+    tar -czf kernels.tar.gz -C /tmp kernels          # there: tar -xzf kernels.tar.gz -C /tmp
 """
 
 from __future__ import annotations
@@ -20,9 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import triton
 
-from flexla_dist.compiler.aot import CompileTask, Target, describe_call
+from flexla_dist.compiler.aot import CompileTask, describe_call
 from flexla_dist.compiler.aot_pool import CompilePool
 from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.ops.op import LinearAttentionOp, compile
@@ -42,6 +47,7 @@ from scaling_runs.check_case import (
     same_bits,
 )
 from scaling_runs.check_cases import DTYPES, ORACLE_TOKENS, Case, cases
+from scaling_runs.compiling import CompileCount, compile_only, gpu_target
 from scaling_runs.machine import RESULTS, Machine, describe_machine
 from scaling_runs.rows import RowStore, format_table
 
@@ -140,6 +146,12 @@ class Checker:
         row = self.store.get({"gpu": self.machine.gpu, **case.key(dtype)})
         return row is not None and row["ok"] == "1" and row["commit"] == self.machine.commit
 
+    def failed(self, case: Case, dtypes: Sequence[str]) -> bool:
+        """Has one of these dtypes failed at this commit?"""
+        keys = [{"gpu": self.machine.gpu, **case.key(dtype)} for dtype in dtypes]
+        rows = [row for key in keys if (row := self.store.get(key)) is not None]
+        return any(row["ok"] != "1" and row["commit"] == self.machine.commit for row in rows)
+
     def run(self, case: Case, dtypes: Sequence[str]) -> None:
         """Check a case in these dtypes."""
         begin = time.perf_counter()
@@ -224,35 +236,6 @@ def run_cases(
     return 0
 
 
-def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: float | None) -> int:
-    """Compile everything; returns the number of kernels that failed."""
-    begin, shown = time.perf_counter(), dict[str, bool]()
-    with CompilePool(tasks, target, jobs) as pool:
-        for at in range(len(tasks)):
-            if seconds is not None and time.perf_counter() - begin > seconds:
-                print(f"time is up: {len(tasks) - at} of {len(tasks)} calls left")
-                break
-            for result in pool.wait(at):
-                if str(result) not in shown:
-                    shown[str(result)] = isinstance(result, str)
-                    print(f"{at + 1}/{len(tasks)} {result}", flush=True)
-    failed = sum(shown.values())
-    print(f"{len(shown)} kernels, {failed} failed, {time.perf_counter() - begin:.0f} s")
-    return failed
-
-
-class CompileCount:
-    """Counts what Triton finds in its cache and what it compiles in this process."""
-
-    def __init__(self) -> None:
-        self.found = self.compiled = 0
-        triton.knobs.compilation.listener = self
-
-    def __call__(self, *, cache_hit: bool, **_: object) -> None:
-        self.found += cache_hit
-        self.compiled += not cache_hit
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run; the exit status is 1 when a case failed."""
     options = parse(words)
@@ -271,6 +254,7 @@ def main(words: Sequence[str] | None = None) -> int:
     checker = Checker(ops, store, machine, options.again)
     work = [(case, checker.missing(case, options.dtypes)) for case in chosen]
     work = [(case, dtypes) for case, dtypes in work if dtypes]
+    work.sort(key=lambda item: checker.failed(*item))  # one that broke the device may do so again
     count = CompileCount()
     if interpreting():
         left = run_cases(checker, work, None, options.seconds, begin)
@@ -287,14 +271,6 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{count.compiled} compiled here; {store.path}"
     )
     return int(bool(failed))
-
-
-def gpu_target() -> Target:
-    """The present GPU as Triton names it."""
-    if not torch.cuda.is_available():
-        return ("cuda", 90)
-    target = triton.runtime.driver.active.get_current_target()
-    return (target.backend, target.arch, target.warp_size)
 
 
 if __name__ == "__main__":

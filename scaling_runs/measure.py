@@ -11,7 +11,7 @@ import torch
 import triton
 
 Call = Callable[[], object]
-WARMUP_MS, REPEAT_MS = 100, 300
+WARMUP_MS, REPEAT_MS = 50, 200
 HOST_CALLS, HOST_ROUNDS = 8, 5
 
 

@@ -21,9 +21,11 @@ import torch
 from flexla_dist.compiler.aot import CompiledInfo, compile_ahead
 from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant, variant_names
+from scaling_runs.bench import Case, Shape, gradient_seed, make_call
+from scaling_runs.compiling import gpu_target
 from scaling_runs.implementations import Fla, implementations
 from scaling_runs.rows import format_table
-from scaling_runs.single_gpu import DIRECTIONS, Case, Shape, gradient_seed, make_call
+from scaling_runs.single_gpu import DIRECTIONS
 
 COLUMNS = ("kernel", "calls", "us", "share", "tiles", "warps", "regs", "stack", "shared")
 
@@ -51,6 +53,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--size", type=int, default=128, help="K and V")
     parser.add_argument("--calls", type=int, default=10, help="calls to average over")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile our kernels")
     parser.add_argument("--lift-fla-guard", action="store_true")
     return parser.parse_args(words)
 
@@ -106,16 +109,18 @@ def _each(values: Iterable[object]) -> str:
     return "/".join(dict.fromkeys(str(value) for value in values))
 
 
-def resources(shape: Shape) -> list[CompiledInfo]:
-    """What the kernels of the call use; they are in Triton's cache already."""
+def resources(shape: Shape, jobs: int) -> list[CompiledInfo]:
+    """What the kernels of the call use; the call finds them in Triton's cache."""
     return compile_ahead(
         compile(get_variant(shape.variant)),
         batch=shape.B,
         tokens=shape.T,
         heads=shape.heads,
-        sizes={"K": shape.K, "V": shape.V, "D": shape.H * shape.V},
+        sizes=shape.sizes,
         dtype=getattr(torch, shape.dtype),
         directions=("forward", "backward") if shape.direction == "fwdbwd" else ("forward",),
+        target=gpu_target(),
+        jobs=jobs,
     )
 
 
@@ -135,13 +140,13 @@ def main(words: Sequence[str] | None = None) -> int:
         options.size,
         options.dtype,
     )
+    compiled = resources(shape, options.jobs) if options.impl == "ours" else []
     call = make_call(shape)
     seed = gradient_seed(shape, call) if shape.direction == "fwdbwd" else None
     impl = implementations(options.lift_fla_guard)[options.impl]
     prepared = impl.prepare(shape.variant, call, shape.direction)
     with impl.lifted(prepared.version) if isinstance(impl, Fla) else nullcontext():
         times = kernel_times(Case(prepared.forward, call, seed), options.calls)
-    compiled = resources(shape) if options.impl == "ours" else []
     print(format_table(table_rows(times, compiled), COLUMNS))
     return 0
 

@@ -18,6 +18,9 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the programs woul
 
 sys.path.insert(0, str(ROOT))
 from scaling_runs import (  # noqa: E402
+    bench as benches,
+)
+from scaling_runs import (
     check_case,
     check_gpu,
     implementations,
@@ -221,6 +224,7 @@ def test_a_case_that_fails_is_noted_and_run_again(tmp_path: Path) -> None:
     checker.run(case, ["float32"])
     (row,) = store.rows()
     assert row["ok"] == "0" and row["note"] == "RuntimeError: no kernel image"
+    assert checker.failed(case, ["float32"]) and not checker.failed(case, ["bfloat16"])
     assert checker.missing(case, ["float32"]) == ["float32"]
 
 
@@ -240,8 +244,8 @@ def test_options_choose_cases() -> None:
 # -- single_gpu -----------------------------------------------------------------------------------
 
 
-def shape(variant: str, direction: str, tokens: int = 128) -> single_gpu.Shape:
-    return single_gpu.Shape(variant, direction, 1, tokens, 4, 8, 8, "float32")
+def shape(variant: str, direction: str, tokens: int = 128) -> benches.Shape:
+    return benches.Shape(variant, direction, 1, tokens, 4, 8, 8, "float32")
 
 
 class Ours:
@@ -254,9 +258,9 @@ class Ours:
         return implementations.Prepared(lambda: op(**arguments)[0], "1.0", plan)
 
 
-def bench(tmp_path: Path, **every) -> single_gpu.Bench:  # type: ignore[no-untyped-def]
-    store = RowStore(tmp_path / "single.csv", single_gpu.COLUMNS, single_gpu.KEY)
-    return single_gpu.Bench(every, store, MACHINE, "cpu")
+def bench(tmp_path: Path, **every) -> benches.Bench:  # type: ignore[no-untyped-def]
+    store = RowStore(tmp_path / "single.csv", benches.COLUMNS, benches.KEY)
+    return benches.Bench(every, store, MACHINE, "cpu")
 
 
 @pytest.mark.parametrize("variant", ["gla", "hgrn", "mamba2"])
@@ -276,7 +280,7 @@ def test_measured_rows(variant: str, tmp_path: Path, here: None) -> None:
     assert float(forward["rel_err"]) < 1e-6 and float(both["rel_err"]) < 1e-4
     assert all(runs.missing(s, ["ours", "fla"]) == ["fla"] for s in work)
     tomorrow = replace(MACHINE, date="2026-01-03")
-    newer = single_gpu.Bench({"ours": Ours()}, runs.store, tomorrow, "cpu")
+    newer = benches.Bench({"ours": Ours()}, runs.store, tomorrow, "cpu")
     assert newer.missing(shape(variant, "fwd"), ["ours"]) == ["ours"]
     newer.run({shape(variant, "fwd"): ["ours"]}, errors=False)
     assert len(runs.store.rows()) == 2 and runs.store.rows()[0]["rel_err"] == ""
@@ -306,13 +310,13 @@ def test_shapes_come_by_length() -> None:
         (128, "kda"),
     ]
     assert [s.direction for s in groups[0]] == ["fwd", "fwdbwd"]
-    assert single_gpu.fits(groups[0][0], "ours") and not single_gpu.fits(groups[0][0], "sdpa")
+    assert benches.fits(groups[0][0], "ours") and not benches.fits(groups[0][0], "sdpa")
     assert single_gpu.parse([]).tokens == (1024, 4096, 16384, 65536, 262144)
 
 
 @pytest.mark.parametrize("variant", ["linear_attn", "simple_gla"])
 def test_plain_chunk_form(variant: str) -> None:
-    call = single_gpu.make_call(shape(variant, "fwdbwd"), "cpu")
+    call = benches.make_call(shape(variant, "fwdbwd"), "cpu")
     op = check_gpu.compile(check_gpu.get_variant(variant), executor="torch")
     plain = getattr(plain_chunk, variant)(**call.inputs, **call.scalars)
     want = op(**call.inputs, **call.scalars)[0]
@@ -320,8 +324,8 @@ def test_plain_chunk_form(variant: str) -> None:
 
 
 def test_softmax_attention_is_causal_and_scaled() -> None:
-    call = single_gpu.make_call(shape(single_gpu.SOFTMAX, "fwd", 16), "cpu")
-    output = implementations.Sdpa().prepare(single_gpu.SOFTMAX, call, "fwd").forward()
+    call = benches.make_call(shape(implementations.SOFTMAX, "fwd", 16), "cpu")
+    output = implementations.Sdpa().prepare(implementations.SOFTMAX, call, "fwd").forward()
     q, k, v = (call.inputs[n][0, :, 1] for n in "qkv")
     weights = (q @ k.T * call.scalars["scale"]).masked_fill(
         torch.ones(16, 16).triu(1) > 0, -torch.inf
@@ -333,7 +337,7 @@ def test_softmax_attention_is_causal_and_scaled() -> None:
         implementations.Ours(),
     ):
         with pytest.raises(implementations.Unavailable):
-            impl.prepare(single_gpu.SOFTMAX, call, "fwd")
+            impl.prepare(implementations.SOFTMAX, call, "fwd")
 
 
 def test_profile_table() -> None:
@@ -352,3 +356,13 @@ def test_profile_table() -> None:
         ["a_scan", "2", "30.0", "75.0%", "K64", "V32", "4", "100/120", "0/8", "2048"]
     )
     assert table.splitlines()[3].split() == ["all", "40.0"]
+
+
+def test_kernels_of_a_shape() -> None:
+    forward, both = shape("gla", "fwd"), shape("gla", "fwdbwd")
+    assert benches.compile_task({forward: ["fla"]}) is None
+    task = benches.compile_task({forward: ["ours"], both: ["fla"]})
+    assert task is not None and task.directions == ("forward",)
+    task = benches.compile_task({forward: ["ours"], both: ["ours", "fla"]})
+    assert task is not None and task.directions == ("forward", "backward")
+    assert task.problem.tokens == 128 and task.problem.heads == 4

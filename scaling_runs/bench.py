@@ -1,0 +1,270 @@
+"""One shape of `single_gpu.py`: its call, its float64 reference, its timed implementations."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexla_dist.compiler.aot import CompileTask, describe_call
+from flexla_dist.ops.op import compile
+from flexla_dist.spec.variants import get_variant
+from flexla_dist.testing.budget import measure
+from flexla_dist.testing.inputs import CallInputs, make_inputs
+from scaling_runs.implementations import SOFTMAX, Fla, Implementation, Unavailable
+from scaling_runs.machine import Machine
+from scaling_runs.measure import Timing, measure_call
+from scaling_runs.rows import RowStore
+
+COLUMNS = (
+    *("date", "commit", "gpu", "torch", "triton", "variant", "direction"),
+    *("B", "T", "H", "K", "V", "dtype", "impl", "impl_version", "plan"),
+    *("median_ms", "p20_ms", "p80_ms", "host_us", "peak_mib", "rel_err"),
+)
+KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "impl")
+CHECKED_HEADS = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: variant, direction and sizes."""
+
+    variant: str
+    direction: str
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    dtype: str
+
+    @property
+    def heads(self) -> int:
+        """Heads of the call; hgrn has one that is H * V wide."""
+        return 1 if self.variant == "hgrn" else self.H
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the named dims."""
+        return {"K": self.K, "V": self.V, "D": self.H * self.V}
+
+
+Work = dict[Shape, list[str]]  # what to measure: the implementations of each direction of a call
+
+
+def make_call(shape: Shape, device: str = "cuda") -> CallInputs:
+    """Seeded arguments that want gradients; without initial state."""
+    variant = "linear_attn" if shape.variant == SOFTMAX else shape.variant
+    return make_inputs(
+        get_variant(variant),
+        batch=shape.B,
+        tokens=shape.T,
+        heads=shape.heads,
+        value_heads=shape.heads,
+        sizes=shape.sizes,
+        dtype=getattr(torch, shape.dtype),
+        device=device,
+    )
+
+
+class Reference:
+    """Output and gradients of the first heads in float64; of softmax attention nothing."""
+
+    def __init__(self, shape: Shape, call: CallInputs, seed: Tensor):
+        self.results: dict[str, Tensor] = {}
+        if shape.variant == SOFTMAX:
+            return
+        op = compile(get_variant(shape.variant), executor="torch")
+
+        def wide(x: Tensor) -> Tensor:
+            return x.detach().double().requires_grad_()
+
+        leaves = {name: wide(first_heads(shape, x)) for name, x in call.inputs.items()}
+        leaves |= {name: wide(x[:CHECKED_HEADS]) for name, x in call.params.items()}
+        output = op(**leaves, **call.scalars)[0]
+        gradient = first_heads(shape, seed).double()
+        found = torch.autograd.grad(output, list(leaves.values()), gradient)
+        self.results = {"o": output.detach()}
+        self.results |= {f"d{n}": g for n, g in zip(leaves, found, strict=True)}
+
+    @property
+    def mib(self) -> float:
+        """Memory that the results hold."""
+        return sum(x.nbytes for x in self.results.values()) / 2**20
+
+    def error(self, shape: Shape, got: dict[str, Tensor]) -> float | None:
+        """Largest RMSE ratio of the results that both have."""
+        ratios = []
+        for name in self.results.keys() & got.keys():
+            x = got[name]
+            if shape.variant == "hgrn" and x.dim() == 3:
+                x = x.unsqueeze(2)
+            x = first_heads(shape, x) if x.dim() >= 3 else x[:CHECKED_HEADS]
+            ratios.append(measure(x, self.results[name]).ratio)
+        return max(ratios, default=None)
+
+
+def first_heads(shape: Shape, x: Tensor) -> Tensor:
+    """The heads that are compared; of hgrn, the first columns."""
+    if shape.variant == "hgrn":
+        return x[..., : CHECKED_HEADS * shape.V]
+    return x[:, :, :CHECKED_HEADS]
+
+
+class Case:
+    """One implementation at one shape; a call of it is what is timed."""
+
+    def __init__(self, forward: Callable[[], Tensor], call: CallInputs, seed: Tensor | None):
+        self.forward, self.seed = forward, seed
+        self.leaves = {**call.inputs, **call.params}
+
+    def __call__(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Forward, and backward where the output has a gradient."""
+        if self.seed is None:
+            with torch.no_grad():
+                return self.forward(), ()
+        output = self.forward()
+        gradient = self.seed.view_as(output)
+        leaves = list(self.leaves.values())
+        return output, torch.autograd.grad(output, leaves, gradient, allow_unused=True)
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients by name."""
+        output, grads = self()
+        named = zip(self.leaves, grads, strict=False)
+        return {"o": output.detach()} | {f"d{n}": g for n, g in named if g is not None}
+
+
+def gradient_seed(shape: Shape, call: CallInputs) -> Tensor:
+    """A gradient of the output."""
+    like = call.inputs["x" if shape.variant == "hgrn" else "v"]
+    generator = torch.Generator(like.device).manual_seed(5)
+    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+class Bench:
+    """Measures shapes and keeps rows."""
+
+    def __init__(
+        self,
+        every: dict[str, Implementation],
+        store: RowStore,
+        machine: Machine,
+        device: str = "cuda",
+    ):
+        self.every, self.store, self.machine, self.device = every, store, machine, device
+        self.written: list[dict[str, str]] = []
+
+    def missing(self, shape: Shape, names: Sequence[str]) -> list[str]:
+        """Implementations without a row of today at this commit."""
+        wanted = (self.machine.date, self.machine.commit)
+        found = {name: self.store.get(self._key(shape, name)) for name in names}
+        return [
+            name for name, row in found.items() if not row or (row["date"], row["commit"]) != wanted
+        ]
+
+    def work_of(self, group: Sequence[Shape], options: argparse.Namespace) -> Work:
+        """What is to be measured of the directions of one call."""
+        work = {}
+        for shape in group:
+            fitting = [name for name in options.impl if fits(shape, name)]
+            work[shape] = fitting if options.again else self.missing(shape, fitting)
+        return {shape: names for shape, names in work.items() if names}
+
+    def _key(self, shape: Shape, name: str) -> dict[str, object]:
+        return {"gpu": self.machine.gpu, **vars(shape), "impl": name}
+
+    def run(self, work: Work, errors: bool) -> None:
+        """Measure the directions of one call in turn."""
+        first = next(iter(work))
+        call = make_call(first, self.device)
+        seed = gradient_seed(first, call)
+        reference = Reference(first, call, seed) if errors else None
+        for shape, names in work.items():
+            for name in names:
+                gc.collect()
+                torch.cuda.empty_cache()
+                self._run(shape, name, call, seed, reference)
+
+    def _run(
+        self,
+        shape: Shape,
+        name: str,
+        call: CallInputs,
+        seed: Tensor,
+        reference: Reference | None,
+    ) -> None:
+        label = f"{shape.variant} {shape.direction} T={shape.T} {name}"
+        wanted = seed if shape.direction == "fwdbwd" else None
+        impl = self.every[name]
+        try:
+            prepared = impl.prepare(shape.variant, call, shape.direction)
+            with impl.lifted(prepared.version) if isinstance(impl, Fla) else nullcontext():
+                case = Case(prepared.forward, call, wanted)
+                error = None if reference is None else reference.error(shape, case.results())
+                timing = measure_call(case)
+        except Unavailable as why:
+            print(f"{label}: {why}", flush=True)
+            return
+        except Exception as failure:
+            text = " ".join(str(failure).split())[:300]
+            print(f"{label}: FAILED {type(failure).__name__}: {text}", flush=True)
+            if "illegal memory access" in text:
+                raise
+            return
+        plan = prepared.plan() if name == "ours" else ""
+        held = 0.0 if reference is None else reference.mib
+        row = result_row(prepared.version, plan, timing, held, error)
+        row = {**self.machine.columns(), **self._key(shape, name), **row}
+        self.written.append(self.store.put(row))
+        print(
+            f"{label}: {row['median_ms']} ms, host {row['host_us']} us, "
+            f"{row['peak_mib']} MiB, error {row['rel_err']}",
+            flush=True,
+        )
+
+
+def result_row(
+    version: str, plan: str, timing: Timing, held_mib: float, error: float | None
+) -> dict[str, str]:
+    """The measured columns; `held_mib` of the peak belong to the reference."""
+    return {
+        "impl_version": version,
+        "plan": plan,
+        "median_ms": f"{timing.median_ms:.4f}",
+        "p20_ms": f"{timing.p20_ms:.4f}",
+        "p80_ms": f"{timing.p80_ms:.4f}",
+        "host_us": f"{timing.host_us:.0f}",
+        "peak_mib": f"{timing.peak_mib - held_mib:.0f}",
+        "rel_err": "" if error is None else f"{error:.3e}",
+    }
+
+
+def compile_task(work: Work) -> CompileTask | None:
+    """Our kernels of the directions of one call, if they are wanted."""
+    ours = [shape for shape, names in work.items() if "ours" in names]
+    if not ours:
+        return None
+    shape = ours[0]
+    graphs = compile(get_variant(shape.variant)).graphs
+    problem = describe_call(
+        graphs,
+        batch=shape.B,
+        tokens=shape.T,
+        heads=shape.heads,
+        sizes=shape.sizes,
+        dtype=getattr(torch, shape.dtype),
+    )
+    directions = {"fwd": ("forward",), "fwdbwd": ("forward", "backward")}
+    wanted = max((directions[shape.direction] for shape in ours), key=len)
+    return CompileTask(graphs, problem, wanted)
+
+
+def fits(shape: Shape, name: str) -> bool:
+    """Softmax attention is sdpa's, all else is not."""
+    return (name == "sdpa") == (shape.variant == SOFTMAX)

@@ -1,0 +1,48 @@
+"""Kernels compiled before they are needed, and how many were found ready."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import triton
+
+from flexla_dist.compiler.aot import CompileTask, Target
+from flexla_dist.compiler.aot_pool import CompilePool
+
+
+def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: float | None) -> int:
+    """Compile everything; returns the number of kernels that failed."""
+    begin, shown = time.perf_counter(), dict[str, bool]()
+    with CompilePool(tasks, target, jobs) as pool:
+        for at in range(len(tasks)):
+            if seconds is not None and time.perf_counter() - begin > seconds:
+                print(f"time is up: {len(tasks) - at} of {len(tasks)} calls left")
+                break
+            for result in pool.wait(at):
+                if str(result) not in shown:
+                    shown[str(result)] = isinstance(result, str)
+                    print(f"{at + 1}/{len(tasks)} {result}", flush=True)
+    failed = sum(shown.values())
+    print(f"{len(shown)} kernels, {failed} failed, {time.perf_counter() - begin:.0f} s")
+    return failed
+
+
+class CompileCount:
+    """Counts what Triton finds in its cache and what it compiles in this process."""
+
+    def __init__(self) -> None:
+        self.found = self.compiled = 0
+        triton.knobs.compilation.listener = self
+
+    def __call__(self, *, cache_hit: bool, **_: object) -> None:
+        self.found += cache_hit
+        self.compiled += not cache_hit
+
+
+def gpu_target() -> Target:
+    """The present GPU as Triton names it."""
+    if not torch.cuda.is_available():
+        return ("cuda", 90)
+    target = triton.runtime.driver.active.get_current_target()
+    return (target.backend, target.arch, target.warp_size)
