@@ -84,9 +84,9 @@ def exchange_log() -> Iterator[list[str]]:
     log: list[str] = []
     begin = Watch.begin
 
-    def logged(self: Watch, what: str) -> None:
+    def logged(self: Watch, what: str, hint: str = "") -> None:
         log.append(what)
-        begin(self, what)
+        begin(self, what, hint)
 
     Watch.begin = logged  # type: ignore[method-assign]
     try:
