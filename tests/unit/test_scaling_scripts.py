@@ -18,9 +18,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the programs woul
 
 sys.path.insert(0, str(ROOT))
 from scaling_runs import (  # noqa: E402
-    bench as benches,
-)
-from scaling_runs import (
+    bench,
     check_case,
     check_gpu,
     implementations,
@@ -244,8 +242,8 @@ def test_options_choose_cases() -> None:
 # -- single_gpu -----------------------------------------------------------------------------------
 
 
-def shape(variant: str, direction: str, tokens: int = 128) -> benches.Shape:
-    return benches.Shape(variant, direction, 1, tokens, 4, 8, 8, "float32")
+def shape(variant: str, direction: str, tokens: int = 128) -> bench.Shape:
+    return bench.Shape(variant, direction, 1, tokens, 4, 8, 8, "float32")
 
 
 class Ours:
@@ -258,14 +256,14 @@ class Ours:
         return implementations.Prepared(lambda: op(**arguments)[0], "1.0", plan)
 
 
-def bench(tmp_path: Path, **every) -> benches.Bench:  # type: ignore[no-untyped-def]
-    store = RowStore(tmp_path / "single.csv", benches.COLUMNS, benches.KEY)
-    return benches.Bench(every, store, MACHINE, "cpu")
+def make_bench(tmp_path: Path, **every) -> bench.Bench:  # type: ignore[no-untyped-def]
+    store = RowStore(tmp_path / "single.csv", bench.COLUMNS, bench.KEY)
+    return bench.Bench(every, store, MACHINE, "cpu")
 
 
 @pytest.mark.parametrize("variant", ["gla", "hgrn", "mamba2"])
 def test_measured_rows(variant: str, tmp_path: Path, here: None) -> None:
-    runs = bench(tmp_path, ours=Ours())
+    runs = make_bench(tmp_path, ours=Ours())
     work = {shape(variant, d): ["ours"] for d in ("fwd", "fwdbwd")}
     runs.run(work, errors=True)
     header = (tmp_path / "single.csv").read_text().splitlines()[0]
@@ -280,7 +278,7 @@ def test_measured_rows(variant: str, tmp_path: Path, here: None) -> None:
     assert float(forward["rel_err"]) < 1e-6 and float(both["rel_err"]) < 1e-4
     assert all(runs.missing(s, ["ours", "fla"]) == ["fla"] for s in work)
     tomorrow = replace(MACHINE, date="2026-01-03")
-    newer = benches.Bench({"ours": Ours()}, runs.store, tomorrow, "cpu")
+    newer = bench.Bench({"ours": Ours()}, runs.store, tomorrow, "cpu")
     assert newer.missing(shape(variant, "fwd"), ["ours"]) == ["ours"]
     newer.run({shape(variant, "fwd"): ["ours"]}, errors=False)
     assert len(runs.store.rows()) == 2 and runs.store.rows()[0]["rel_err"] == ""
@@ -293,7 +291,7 @@ def test_unavailable_and_failing_implementations_leave_no_row(
         def prepare(self, variant, call, direction):  # type: ignore[no-untyped-def]
             raise RuntimeError("out of\nmemory")
 
-    runs = bench(tmp_path, fla=implementations.Fla(False), ours=Broken())
+    runs = make_bench(tmp_path, fla=implementations.Fla(False), ours=Broken())
     runs.run({shape("mamba2", "fwd"): ["fla", "ours"]}, errors=False)
     out = capsys.readouterr().out
     assert "fla: no such function" in out and "FAILED RuntimeError: out of memory" in out
@@ -310,13 +308,13 @@ def test_shapes_come_by_length() -> None:
         (128, "kda"),
     ]
     assert [s.direction for s in groups[0]] == ["fwd", "fwdbwd"]
-    assert benches.fits(groups[0][0], "ours") and not benches.fits(groups[0][0], "sdpa")
+    assert bench.fits(groups[0][0], "ours") and not bench.fits(groups[0][0], "sdpa")
     assert single_gpu.parse([]).tokens == (1024, 4096, 16384, 65536, 262144)
 
 
 @pytest.mark.parametrize("variant", ["linear_attn", "simple_gla"])
 def test_plain_chunk_form(variant: str) -> None:
-    call = benches.make_call(shape(variant, "fwdbwd"), "cpu")
+    call = bench.make_call(shape(variant, "fwdbwd"), "cpu")
     op = check_gpu.compile(check_gpu.get_variant(variant), executor="torch")
     plain = getattr(plain_chunk, variant)(**call.inputs, **call.scalars)
     want = op(**call.inputs, **call.scalars)[0]
@@ -324,7 +322,7 @@ def test_plain_chunk_form(variant: str) -> None:
 
 
 def test_softmax_attention_is_causal_and_scaled() -> None:
-    call = benches.make_call(shape(implementations.SOFTMAX, "fwd", 16), "cpu")
+    call = bench.make_call(shape(implementations.SOFTMAX, "fwd", 16), "cpu")
     output = implementations.Sdpa().prepare(implementations.SOFTMAX, call, "fwd").forward()
     q, k, v = (call.inputs[n][0, :, 1] for n in "qkv")
     weights = (q @ k.T * call.scalars["scale"]).masked_fill(
@@ -360,9 +358,9 @@ def test_profile_table() -> None:
 
 def test_kernels_of_a_shape() -> None:
     forward, both = shape("gla", "fwd"), shape("gla", "fwdbwd")
-    assert benches.compile_task({forward: ["fla"]}) is None
-    task = benches.compile_task({forward: ["ours"], both: ["fla"]})
+    assert bench.compile_task({forward: ["fla"]}) is None
+    task = bench.compile_task({forward: ["ours"], both: ["fla"]})
     assert task is not None and task.directions == ("forward",)
-    task = benches.compile_task({forward: ["ours"], both: ["ours", "fla"]})
+    task = bench.compile_task({forward: ["ours"], both: ["ours", "fla"]})
     assert task is not None and task.directions == ("forward", "backward")
     assert task.problem.tokens == 128 and task.problem.heads == 4
