@@ -37,12 +37,12 @@ MACHINE = Machine("2026-01-02", "abc", "Some GPU", "2.0", "3.0")
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings without a GPU: those of a call are made up."""
-    monkeypatch.setattr(
-        single_gpu,
-        "measure_call",
-        lambda call: (call(), measure.Timing(2.0, 1.9, 2.1, 30.0, 100.0))[1],
-    )
-    yield
+
+    def made_up(call: measure.Call) -> measure.Timing:
+        call()
+        return measure.Timing(2.0, 1.9, 2.1, 30.0, 100.0)
+
+    monkeypatch.setattr(bench, "measure_call", made_up)
 
 
 # -- programs -------------------------------------------------------------------------------------
