@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -162,11 +162,11 @@ class Bench:
 
     def missing(self, shape: Shape, names: Sequence[str]) -> list[str]:
         """Implementations without a row of today at this commit."""
-        wanted = (self.machine.date, self.machine.commit)
         found = {name: self.store.get(self._key(shape, name)) for name in names}
-        return [
-            name for name, row in found.items() if not row or (row["date"], row["commit"]) != wanted
-        ]
+        return [name for name, row in found.items() if row is None or not self._is_new(row)]
+
+    def _is_new(self, row: Mapping[str, str]) -> bool:
+        return row["date"] == self.machine.date and self.machine.measured_same_code(row)
 
     def work_of(self, group: Sequence[Shape], options: argparse.Namespace) -> Work:
         """What is to be measured of the directions of one call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scaling_runs" / "results"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class Machine:
     def slug(self) -> str:
         """The GPU's name for use in file names: `nvidia_h200`."""
         return re.sub(r"\W+", "_", self.gpu.lower()).strip("_")
+
+    def measured_same_code(self, row: Mapping[str, str]) -> bool:
+        """Was this row made at the present commit? Never where that is unknown."""
+        return self.commit != UNKNOWN and row["commit"] == self.commit
 
     def columns(self) -> dict[str, str]:
         """The fields as columns of a row."""
@@ -53,7 +59,7 @@ def current_commit() -> str:
         head = _git("rev-parse", "--short=10", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", "flexla_dist")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return UNKNOWN
     return head + ("+" if changed else "")
 
 

@@ -62,7 +62,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--lift-fla-guard", action="store_true", help="also time backwards that FLA refuses here"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
-    parser.add_argument("--commit", help="commit to note where there is no git history")
+    parser.add_argument(
+        "--commit",
+        help="commit to note; where there is no git history nothing is skipped without it",
+    )
     return parser.parse_args(words)
 
 

@@ -210,6 +210,8 @@ def test_what_passed_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixt
     later = check_gpu.Checker({}, store, replace(MACHINE, commit="def"), False)
     assert later.missing(case, dtypes) == dtypes
     assert check_gpu.Checker({}, store, MACHINE, True).missing(case, dtypes) == dtypes
+    unknown = replace(MACHINE, commit="unknown")
+    assert not unknown.measured_same_code({**rows[0], "commit": "unknown"})
     assert check_gpu.run_cases(checker, [(case, dtypes)], None, -1.0, 0.0) == 1
     assert "ok   linear_attn float32 T=1000" in capsys.readouterr().out
 
