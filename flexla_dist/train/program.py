@@ -52,9 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(ranks: launch.Ranks | None, status: int) -> None:
-    """Leave the world of ranks. A rank that failed among others ends its process here: collectives
-    that the others no longer join have threads that an orderly end would wait for, or abort on."""
-    if ranks is not None and ranks.world > 1 and status:
+    """Leave the world of ranks. One rank of several ends its process here: the backend's threads
+    (after a failure, collectives that the others no longer join) can abort the orderly end of the
+    interpreter, and everything is written by now."""
+    if ranks is not None and ranks.world > 1:
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and status == 0:
+            mpi.Finalize()  # mpirun takes a rank that leaves without it for a failed one
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
