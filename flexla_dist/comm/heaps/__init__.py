@@ -7,7 +7,9 @@ from flexla_dist.comm.heaps.choose import KINDS, make_heap
 from flexla_dist.comm.heaps.errors import HeapArgumentError, HeapError, HeapMismatch
 from flexla_dist.comm.heaps.local import LocalBlock, LocalHeap
 from flexla_dist.comm.heaps.meeting import Meeting
+from flexla_dist.comm.heaps.nvshmem import NvshmemHeap
 from flexla_dist.comm.heaps.posix_shm import PosixShmHeap
+from flexla_dist.comm.heaps.torch_symm import TorchSymmHeap
 
 __all__ = [
     "KINDS",
@@ -19,7 +21,9 @@ __all__ = [
     "LocalBlock",
     "LocalHeap",
     "Meeting",
+    "NvshmemHeap",
     "PosixShmHeap",
     "SymmetricHeap",
+    "TorchSymmHeap",
     "make_heap",
 ]

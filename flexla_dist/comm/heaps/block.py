@@ -94,6 +94,18 @@ class SymmetricHeap(Protocol):
         ...
 
 
+def as_device(device: torch.device | str) -> torch.device:
+    """The device with its number, if it is here; HeapArgumentError if not."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise HeapArgumentError(
+            f"a heap on device {str(device)!r} was asked for, and there is none here ({reason}); "
+            "name a device of this machine"
+        ) from None
+
+
 def check_request(label: str, nbytes: int) -> None:
     """Refuse what no heap can allocate."""
     if not isinstance(label, str) or not label:

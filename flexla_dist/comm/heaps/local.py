@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexla_dist.comm.heaps.block import ALIGNMENT, Block, Dialect, check_request
+from flexla_dist.comm.heaps.block import ALIGNMENT, Block, Dialect, as_device, check_request
 from flexla_dist.comm.heaps.errors import HeapArgumentError, HeapError
 
 
@@ -39,7 +39,7 @@ class LocalHeap:
                 f"LocalHeap: size is {size!r}, expected a whole number of virtual ranks, at least 1"
             )
         self.size = size
-        self.device = torch.empty(0, device=device).device
+        self.device = as_device(device)
         self.closed = False
 
     def allocate(self, label: str, nbytes: int) -> LocalBlock:

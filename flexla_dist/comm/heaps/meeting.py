@@ -38,6 +38,7 @@ class Meeting:
         self.timeout = timeout
         self._watch = Watch(ranks, timeout)
         self._number = 0
+        self._lost = False
         self._places: tuple[Place, ...] = ()
         root = dist.PrefixStore("flexla_dist/heaps", ranks.group.get_group_store())
         # Counted in the store, by rank: heaps that are made at the same place share a number.
@@ -53,8 +54,8 @@ class Meeting:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has seen a failure of the group."""
-        return self._watch.failed
+        """Whether this rank has seen a failure of the group or lost its store."""
+        return self._lost or self._watch.failed
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """What every rank says in `what`, in rank order; values are what JSON can hold.
@@ -172,6 +173,7 @@ class Meeting:
         return {rank for rank, place in enumerate(self._places) if place.has_ended(here)}
 
     def _lost_store(self, cause: RuntimeError) -> NoReturn:
+        self._lost = True
         raise RemoteRankError(
             f"{self.ranks.name(self.ranks.rank)} lost the store of its group: the process that "
             f"holds it has probably ended. The store said: {' '.join(str(cause).split())[:300]}"
