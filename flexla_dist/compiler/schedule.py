@@ -1,13 +1,19 @@
 """Turns a graph into a list of kernels: what each computes, loads and stores.
 
-Contract: `schedule_forward` and `schedule_backward` are pure functions of the graphs. The plan is
-`unfused`:
+Contract: `schedule_forward` and `schedule_backward` are pure functions of the graphs and the plan.
+The plan `unfused`:
 
     chunk kernels   one program a chunk: values that the serial loop should not compute
     scan            one program a document, head and column tile: the states entering each chunk
     chunk kernels   outputs, or adjoint values that need the states
     reverse         the gradients of the states leaving each chunk
     chunk kernels   gradients of inputs and parameters
+
+The forward plan `fused` writes outputs from within the loop, so that no state goes through memory:
+
+    chunk kernels   values that the loop should not compute: domain operators, gates
+    summary         the state that a segment leaves behind; only where documents are cut
+    scan            outputs and exit states, one program a document, head and column tile
 
 In front of a serial loop gates are exponentiated too: vectors, or the tile that they scale. What a
 loop computes anyway and a later kernel needs is stored by the loop. A loop that never sums over the
@@ -39,6 +45,7 @@ SLOW = frozenset(
         *(ops.tanh, ops.sqrt, ops.rsqrt, ops.power, ops.sin, ops.cos, ops.cumsum),
     }
 )
+LOOPS = ("scan", "reverse", "map", "summary")
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
 _FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
@@ -46,12 +53,12 @@ _FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: `kind` is chunk, scan or reverse; decays (a chunk kernel) and map (a scan of M
-    alone) run only when documents are cut into segments.
+    """One kernel: `kind` is chunk, scan or reverse; decays (a chunk kernel), map (a scan of M
+    alone) and summary (a scan that keeps nothing) run only when documents are cut into segments.
 
     `loads` are arguments and values of earlier kernels, `body` the nodes to compute in order,
     `stores` the results by name. A scan carries `carried`: argument of the state (or of its
-    gradient) to the node that follows it.
+    gradient) to the node that follows it; with `history` the states entering the chunks are stored.
     """
 
     name: str
@@ -61,6 +68,7 @@ class Kernel:
     stores: dict[str, fx.Node]
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
     row_dim: str | None = None  # a dim of the state that may be tiled too
+    history: bool = True
 
     @property
     def products(self) -> int:
@@ -206,6 +214,50 @@ class _Scheduler:
         self.stored.update(dict.fromkeys(shared.values()))
         self.kernels.append(replace(loop, stores=shared) if shared else loop)
 
+    def add_fused_loop(
+        self,
+        carried: dict[fx.Node, fx.Node],
+        results: dict[str, fx.Node],
+        maps: dict[fx.Node, fx.Node],
+        decays: dict[str, fx.Node],
+    ) -> None:
+        """A scan that computes the results too; first what a serial loop should not compute."""
+        early = self.wanted_before_loop([*carried.values(), *maps.values()], 1)
+        early += [x for x in self._slow_below(results.values(), 1) if x not in early]
+        self.add_chunks("before_scan", sorted(early, key=self.order.__getitem__))
+        if decays:
+            body, loads = self.body_of(decays.values())
+            self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
+        if maps:
+            self.kernels.append(self._loop("map", maps))
+        self.kernels.append(replace(self._loop("summary", carried), history=False))
+        body, loads = self.body_of([*results.values(), *carried.values()])
+        loads = [node for node in loads if node not in carried]
+        scan = Kernel("scan", "scan", tuple(loads), tuple(body), results, carried, history=False)
+        self.kernels.append(scan)
+
+    def _slow_below(self, roots: Iterable[fx.Node], level: int) -> list[fx.Node]:
+        """Domain operators and vectors of gates below `level` that results need."""
+        found: dict[fx.Node, None] = {}
+        seen: set[fx.Node] = set()
+        stack = list(roots)
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "placeholder" or node in self.stored:
+                continue
+            seen.add(node)
+            slow = node.target in HEAVY or (not self.costly[node] and self._worth_storing(node))
+            if self.level[node] < level and slow and not self._is_square(node):
+                found[node] = None
+                continue
+            stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return list(found)
+
+    @staticmethod
+    def _is_square(node: fx.Node) -> bool:
+        """A plain [C, C] tile of gates: cheaper to make than to read."""
+        return node.target not in HEAVY and node.meta["dims"] == (TOKEN_DIM, TOKEN_DIM)
+
     def _loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> Kernel:
         body, loads = self.body_of(carried.values())
         loads = [node for node in loads if node not in carried]
@@ -334,8 +386,18 @@ def _contracted(node: fx.Node) -> tuple[str, ...]:
     return ()
 
 
-def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
-    """Kernels of the forward pass; the cell has the results `output` and `next_<s>`."""
+def can_fuse(spec: LinearAttentionSpec, cell: Cell) -> bool:
+    """May outputs be computed within the scan? Where one program need not hold all columns."""
+    column = spec.output_dims[-1]
+    tiled = column in cell.outputs["output"].meta["dims"]
+    return bool(_states(cell)) and tiled and not keeps_column_whole(spec, cell, column)
+
+
+def schedule_forward(spec: LinearAttentionSpec, cell: Cell, plan: str = "unfused") -> Schedule:
+    """Kernels of the forward pass; the cell has the results `output` and `next_<s>`.
+
+    plan: "unfused" or, where `can_fuse`, "fused".
+    """
     scheduler = _Scheduler(spec, cell)
     outputs = cell.outputs
     states = _states(cell)
@@ -347,6 +409,10 @@ def schedule_forward(spec: LinearAttentionSpec, cell: Cell) -> Schedule:
             if f"map_{name}" in outputs
         }
         decays = {name: node for name, node in outputs.items() if name.startswith("decay_")}
+        if plan == "fused":
+            scheduler.add_fused_loop(carried, {"output": outputs["output"]}, maps, decays)
+            column = spec.output_dims[-1]
+            return Schedule(tuple(scheduler.kernels), column, False)
         scheduler.add_loop("scan", carried, [outputs["output"]], maps, decays)
     heavy = scheduler.heavy_below([outputs["output"]])
     early = [node for node in heavy if scheduler.level[node] == 0]

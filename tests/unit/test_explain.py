@@ -189,18 +189,20 @@ def test_numbers_of_linear_attention_by_hand() -> None:
     read, apply = 2 * 64 * 32 * 16, 2 * 64 * 64 * 16
     forward = plan_of(explanation, "forward")
     assert forward.segments == 0
-    scan, output = forward.kernels
-    assert (scan.name, output.name) == ("scan", "output")
-    assert {str(m): m.bytes for m in scan.reads} == {"k": key, "v": value, "S entering": state}
-    assert {str(m): m.bytes for m in scan.writes} == {"S of chunks": states, "S leaving": state}
-    assert scan.flops == 32 * write and [p.text for p in scan.products] == ["k.T @ v"]
-    assert output.bytes_read == 2 * key + value + states and output.bytes_written == value
-    assert output.flops == 32 * (scores + read + apply)
-    assert (scan.grid, output.grid) == ((2, 4), (8, 4))
+    (fused,) = forward.kernels
+    assert (fused.name, fused.grid) == ("scan", (2, 4))
+    reads = {"q": key, "k": key, "v": value, "S entering": state}
+    assert {str(m).removesuffix(" x2"): m.bytes for m in fused.reads} == reads
+    assert {str(m): m.bytes for m in fused.writes} == {"output": value, "S leaving": state}
+    assert fused.flops == 32 * (write + scores + read + apply)
     floor = forward.floor
     assert (floor.bytes_read, floor.bytes_written) == (2 * key + value, value)
     assert floor.flops == 32 * (write + scores + read + apply)
     assert floor.seconds(H200) == pytest.approx((2 * key + 2 * value) / 4.3e12)
+    scan = plan_of(explanation, "backward").kernels[0]
+    assert {str(m): m.bytes for m in scan.reads} == {"k": key, "v": value, "S entering": state}
+    assert {str(m): m.bytes for m in scan.writes} == {"S of chunks": states, "S leaving": state}
+    assert scan.flops == 32 * write and [p.text for p in scan.products] == ["k.T @ v"]
     backward = plan_of(explanation, "backward").floor
     assert backward.bytes_read == 2 * key + 2 * value
     assert backward.bytes_written == 2 * key + value
@@ -218,11 +220,11 @@ def test_floor_of_the_reference_shape() -> None:
 def test_long_documents_of_one_head_are_cut_into_segments() -> None:
     forward = plan_of(explain("linear_attn", heads=1), "forward")
     assert forward.segments > 1
-    first, second = (step for step in forward.kernels if step.kind == "scan")
+    first, second = forward.kernels
+    assert (first.kind, second.kind) == ("summary", "scan")
     assert first.purpose == "over every segment, from zero: S_hat"
-    assert "S of chunks" in map(str, second.writes)
-    assert "S of chunks" not in map(str, first.writes)
-    assert first.flops == second.flops == 256 * 2 * 128 * 64 * 128
+    assert "output" in map(str, second.writes) and "output" not in map(str, first.writes)
+    assert first.flops == 256 * 2 * 128 * 64 * 128 < second.flops
     between = [step for step in forward.steps if step.kind == "torch"]
     assert any("add" in step.purpose for step in between)
 
@@ -262,7 +264,8 @@ def test_packed_documents_read_offsets() -> None:
     assert "3 documents" in str(explanation)
     scan = plan_of(explanation, "forward").kernels[0]
     assert next(m.bytes for m in scan.reads if m.name == "offsets") == 2 * 4 * 4
-    assert plan_of(explanation, "forward").kernels[-1].grid[0] == 2 + 1 + 2  # chunks
+    assert plan_of(explanation, "forward").kernels[-1].grid[0] == 3  # documents
+    assert plan_of(explanation, "backward").kernels[-1].grid[0] == 2 + 1 + 2  # chunks
 
 
 # -- passes, command ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from flexla_dist.compiler.emit.tiles import Tile, along, index_name
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.passes.padding import is_valid_mask
-from flexla_dist.compiler.schedule import Kernel, Schedule, buffer_name
+from flexla_dist.compiler.schedule import LOOPS, Kernel, Schedule, buffer_name
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
@@ -67,7 +67,7 @@ class _Emitter:
         self.partial: dict[fx.Node, bool] = {}
         self.dims = self._all_dims()
         self.column = schedule.column
-        self.loop = kernel.kind in ("scan", "reverse", "map")
+        self.loop = kernel.kind in LOOPS
         self.inside = frozenset(kernel.body)
 
     # -- facts --------------------------------------------------------------------------------
@@ -141,6 +141,7 @@ class _Emitter:
             "decays": "One program computes the decays of one chunk of one head.",
             "map": "One program applies the transition M of a span of chunks to a matrix.",
             "scan": "One program carries the state through the chunks of one document and head.",
+            "summary": "One program carries a state through the chunks of one segment and head.",
             "reverse": "One program carries the state's gradient back through the chunks.",
         }
         return kinds[self.kernel.kind]
@@ -221,18 +222,28 @@ class _Emitter:
             w.line("chunk = first_chunk + at")
             w.line("start = first_token + at * tile_C")
             w.line("length = tl.minimum(tokens - at * tile_C, tile_C).to(tl.int32)")
-            for node in self.kernel.carried:
-                self._store_state(node)
-            for following in self.kernel.carried.values():
-                self._need(following)
-            for name, node in self.kernel.stores.items():
-                with w.block(f"if {self._constant('KEEP')}:"):
+            if self.kernel.history:
+                self._chunk_with_history()
+            else:
+                for name, node in self.kernel.stores.items():
+                    self._need(node)
                     self._store_result(name, node)
+                for following in self.kernel.carried.values():
+                    self._need(following)
             for node, following in self.kernel.carried.items():
                 carried = self.expressions.tile(node).name
                 w.line(f"{carried} = {self.expressions.wide(following)}")
         for node in self.kernel.carried:
             self._store_exit(node)
+
+    def _chunk_with_history(self) -> None:
+        for node in self.kernel.carried:
+            self._store_state(node)
+        for following in self.kernel.carried.values():
+            self._need(following)
+        for name, node in self.kernel.stores.items():
+            with self.writer.block(f"if {self._constant('KEEP')}:"):
+                self._store_result(name, node)
 
     def _is_fixed(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and node.meta["role"] in ("param", "scalar", "sizes")

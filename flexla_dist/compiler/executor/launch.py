@@ -13,7 +13,7 @@ from torch import fx
 
 from flexla_dist.compiler.executor.problem import Outline
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.schedule import HEAVY, Kernel, Schedule
+from flexla_dist.compiler.schedule import HEAVY, LOOPS, Kernel, Schedule
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import UNIT_DIM
 
@@ -23,8 +23,8 @@ DEFAULT_PROCESSORS = 132
 _GATES = {ops.decay_matrix: (0, 1), ops.decay_scan: (0,), ops.decay_scan_reverse: (0,)}
 _VECTOR_GATES = (2, 3)
 ROW_TILE = 64
+FUSED_TILE = 64
 CROWDED = frozenset({ops.decay_rows, ops.decay_cols, ops.decay_scan_reverse})  # want more registers
-LOOPS = ("scan", "reverse", "map")
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,9 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
     if schedule.contracts_column:
         return Launch(width, 8 if width > 64 else 4, 1)
     wide = problem.output_dtype == torch.float32
+    if kernel.kind == "scan" and not kernel.history:
+        tile = min(width, 32 if widest > 128 or wide else FUSED_TILE)
+        return Launch(max(MIN_TILE, tile >> shrink), 8 if widest > 128 else 4, 2)
     if kernel.kind in LOOPS:
         tile = min(width, 32 if widest > 128 or wide else 64)
         warps = 8 if widest > 128 and kernel.row_dim is None else 4

@@ -28,13 +28,19 @@ from flexla_dist.compiler.executor.segments import Cutting
 from flexla_dist.compiler.executor.torch_executor import TorchExecutor
 from flexla_dist.compiler.executor.triton_run import TritonRun, interpreting
 from flexla_dist.compiler.pipeline import GRAD_OUTPUT, Graphs
-from flexla_dist.compiler.schedule import Kernel, Schedule, schedule_backward, schedule_forward
+from flexla_dist.compiler.schedule import (
+    Kernel,
+    Schedule,
+    can_fuse,
+    schedule_backward,
+    schedule_forward,
+)
 from flexla_dist.errors import ExecutorError
 
 States = tuple[Tensor, ...]
 Result = TypeVar("Result")
 MAX_SHRINK = 4
-PROGRAMS_PER_PROCESSOR = 1
+PROGRAMS_PER_PROCESSOR = {"unfused": 1, "fused": 2}
 LEAST_SEGMENTS = 4  # fewer cost more in passes over the chunks than they bring
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
@@ -70,13 +76,20 @@ class TritonExecutor:
         self._batched = TorchExecutor(graphs)
         self._shrink: dict[Any, int] = {}
         self.segment_chunks: int | None = None  # chunks of a segment; None chooses
+        self.plan = self._default_plan()  # of the forward pass, "fused" or "unfused"
+
+    def _default_plan(self) -> str:
+        """Fused where segments are cheap to summarise: M is elementwise."""
+        cell = self.graphs.kernel_forward
+        dense = any(t.has_matrix for t in self.graphs.transitions.values())
+        return "fused" if can_fuse(self.spec, cell) and not dense else "unfused"
 
     # -- kernels ------------------------------------------------------------------------------
 
     @functools.cached_property
     def forward_schedule(self) -> Schedule:
         """Kernels of the forward pass."""
-        return schedule_forward(self.spec, self.graphs.kernel_forward)
+        return schedule_forward(self.spec, self.graphs.kernel_forward, self.plan)
 
     @functools.cached_property
     def backward_schedule(self) -> Schedule:
@@ -98,7 +111,8 @@ class TritonExecutor:
             emit_kernel(self.spec, schedule, kernel, uneven) for kernel in schedule.kernels
         )
         helpers = frozenset().union(*(e.helpers for e in emitted))
-        title = f"{self.spec.name}: {direction} kernels, plan unfused"
+        plan = self.plan if direction == "forward" else "unfused"
+        title = f"{self.spec.name}: {direction} kernels, plan {plan}"
         return module_text(title, helpers, [e.source for e in emitted]), emitted
 
     @functools.cache  # noqa: B019
@@ -172,7 +186,7 @@ class TritonExecutor:
         launch = launching.configuration(outline, schedule, scan, shrink=0)
         tiles = launching.column_tiles(outline, schedule, scan, launch)
         programs = outline.heads * tiles * launching.row_tiles(outline, scan)
-        wanted = PROGRAMS_PER_PROCESSOR * launching.processors(outline.device)
+        wanted = PROGRAMS_PER_PROCESSOR[self.plan] * launching.processors(outline.device)
         segments = wanted // programs
         return Cutting(None, segments) if segments >= LEAST_SEGMENTS else None
 

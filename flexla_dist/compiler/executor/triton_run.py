@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from flexla_dist.compiler.executor import launch as launching
-from flexla_dist.compiler.executor.launch import LOOPS, Launch, interpreting, power_of_two
+from flexla_dist.compiler.executor.launch import Launch, interpreting, power_of_two
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.segments import (
     Segments,
@@ -25,7 +25,7 @@ from flexla_dist.compiler.executor.segments import (
     select_rows,
 )
 from flexla_dist.compiler.executor.tables import device_table
-from flexla_dist.compiler.schedule import Kernel
+from flexla_dist.compiler.schedule import LOOPS, Kernel
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class TritonRun:
                 self._decays(built)
             elif kind == "map":
                 self._map(built)
+            elif kind == "summary":
+                self._summarise(built)
             else:
                 self._loop(built, "state" if kind == "scan" else "grad_next")
 
@@ -195,7 +197,7 @@ class TritonRun:
             return
         keys = [node.meta["key"] for node in built.kernel.carried]
         enter = {key: self.memory[f"enter_{key}_ptr"] for key in keys}
-        known = kind == "state" and self.direction == "backward"
+        known = kind == "state" and bool(self.entering)
         entering = dict(self.entering) if known else self._fold_segments(built, kind, keys, enter)
         if kind == "state":
             self.entering = entering
@@ -205,6 +207,14 @@ class TritonRun:
         self.launch(built, override)
         for key in keys:
             self._take_exit(key, leave[key], kind)
+
+    def _summarise(self, built: Built) -> None:
+        """States entering the segments, by a scan of its own."""
+        if self.segments is None:
+            return
+        keys = [node.meta["key"] for node in built.kernel.carried]
+        enter = {key: self.memory[f"enter_{key}_ptr"] for key in keys}
+        self.entering = self._fold_segments(built, "state", keys, enter)
 
     def _segment_states(self, like: Tensor) -> Tensor:
         assert self.segments is not None
@@ -349,7 +359,7 @@ class TritonRun:
         dtype = self.problem.output_dtype
         for node in built.kernel.carried:
             name = f"{node.meta['key']}_ptr"
-            if name not in self.memory:
+            if name not in self.memory and built.kernel.history:
                 self._new(name, self._block_shape(node), launching.storage_dtype(dtype))
         for name, node in built.kernel.stores.items():
             if f"{name}_ptr" in self.memory:

@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexla_dist.compiler.emit.kernel import Emitted
-from flexla_dist.compiler.executor.launch import LOOPS
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor, interpreting
 from flexla_dist.compiler.explain.costs import Move, Product, Step, policy_of, product_flops
@@ -33,7 +32,7 @@ from flexla_dist.compiler.explain.statements import (
     result_name,
 )
 from flexla_dist.compiler.pipeline import Graphs
-from flexla_dist.compiler.schedule import Kernel, buffer_name
+from flexla_dist.compiler.schedule import LOOPS, Kernel, buffer_name
 from flexla_dist.errors import ExecutorError
 
 TABLES = ("chunk_start", "chunk_length", "document_chunk", "document_start")
@@ -146,7 +145,7 @@ class _Noted:
 
     def _purpose(self, memory: dict[str, Tensor], keywords: dict[str, Any]) -> str:
         kind = self.kernel.kind
-        if kind not in ("scan", "reverse"):
+        if kind not in ("scan", "reverse", "summary"):
             return _PURPOSES.get(kind, kind)
         spans = next(x.shape[0] for name, x in memory.items() if name.startswith("enter_"))
         cut = spans > self.owner.problem.num_sequences
@@ -156,7 +155,7 @@ class _Noted:
         if not cut:
             return f"{way} every document, chunk after chunk"
         what = "G_hat" if kind == "reverse" else "S_hat"
-        start = "from what truly enters it" if keeps else f"from zero: {what}"
+        start = "from what truly enters it" if keeps and kind != "summary" else f"from zero: {what}"
         return f"{way} every segment, {start}"
 
     # -- memory -------------------------------------------------------------------------------
