@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from flexla_dist.comm.choose import Choice, choose_host_strategy
+from flexla_dist.comm.chooser.choose import Choice, choose
+from flexla_dist.comm.chooser.payload import Payload
+from flexla_dist.comm.chooser.survey import Survey
 from flexla_dist.comm.element import (
     Element,
     State,
@@ -25,6 +27,7 @@ from flexla_dist.comm.errors import (
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.links import GroupRanks, Line, node_runs, nodes_of_ids, nodes_of_size
 from flexla_dist.comm.tag import Tag
+from flexla_dist.comm.topology import Topology
 from flexla_dist.comm.transfer import Piece, TransferPlan, plan_tails
 
 __all__ = [
@@ -34,18 +37,21 @@ __all__ = [
     "ExchangeTimeout",
     "GroupRanks",
     "Line",
+    "Payload",
     "Piece",
     "RankMismatch",
     "RemoteRankError",
     "State",
     "StateElement",
     "StateExchanger",
+    "Survey",
     "Tag",
     "TagMismatch",
+    "Topology",
     "TransferPlan",
     "after_reset",
     "apply",
-    "choose_host_strategy",
+    "choose",
     "combine",
     "element_bytes",
     "identity_like",

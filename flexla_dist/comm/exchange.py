@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,12 @@ from torch import Tensor
 
 from flexla_dist.comm import agreement, transfer
 from flexla_dist.comm.channel import Channel
-from flexla_dist.comm.choose import Choice, choose_host_strategy
-from flexla_dist.comm.element import Element, State, element_bytes, state_bytes, zero_state
+from flexla_dist.comm.chooser.choose import AUTO, Choice
+from flexla_dist.comm.chooser.links import HOST
+from flexla_dist.comm.chooser.measure import HostTransport
+from flexla_dist.comm.chooser.payload import Payload
+from flexla_dist.comm.chooser.survey import Survey, survey_group
+from flexla_dist.comm.element import Element, State, state_bytes, zero_state
 from flexla_dist.comm.links import (
     GroupRanks,
     Line,
@@ -26,6 +31,8 @@ from flexla_dist.comm.strategies import STRATEGIES, ScanProblem, check_strategy
 from flexla_dist.comm.tag import Tag
 from flexla_dist.comm.transfer import TransferPlan
 from flexla_dist.comm.watch import Watch
+
+FEW_RANKS = 4
 
 
 class StateExchanger:
@@ -60,6 +67,7 @@ class StateExchanger:
         self._layout = _in_words(self._nodes, strategy)
         self._watch = Watch(self.ranks, timeout)
         self._channel = Channel(self.ranks, self._watch)
+        self._surveys: dict[tuple[str, tuple[int, ...] | None], Survey] = {}
 
     def using(self, strategy: str, *, node_size: int | None = None) -> StateExchanger:
         """The same exchanger, order of operations included, with another strategy for its scans."""
@@ -181,17 +189,46 @@ class StateExchanger:
         self._channel.flush()
 
     def resolve(self, element: Element, template: State) -> str:
-        """The strategy that a scan of such elements uses; "auto" asks `choose_host_strategy`."""
-        if self.strategy != "auto":
+        """The strategy that a scan of such elements uses.
+
+        "auto" takes the cheapest by the cost model, which needs the group's `survey`; up to 4 ranks
+        it is chain, at most three hops of one state, and nothing is asked. The choice rests on
+        measured links, which are kept on disk: force a strategy for the same bits on any machine.
+        """
+        if self.strategy != AUTO:
             return self.strategy
-        self.last_choice = choose_host_strategy(
-            self.size,
-            node_runs(self._node_numbers()),
-            state_bytes(template),
-            element_bytes(element),
-            element.dense,
-        )
+        if self.size <= FEW_RANKS:
+            why = f"{self.size} ranks: at most {FEW_RANKS - 1} hops of one state"
+            self.last_choice = Choice("chain", HOST, 0.0, why)
+        else:
+            survey = self._survey(template[0].device)
+            self.last_choice = survey.choose(Payload.of_element(element, template))
         return self.last_choice.strategy
+
+    @torch.no_grad()
+    def survey(self, device: torch.device, *, measure: bool = True, fresh: bool = False) -> Survey:
+        """Topology, links and rates of the group for states on `device`; collective.
+
+        measure: time the links that no earlier run on these hosts timed, in about a second; fresh:
+        time all of them again.
+        """
+        self._watch.begin(f"survey of the group for {device.type}{' again' * fresh}")
+        return self._survey(device, measure, fresh)
+
+    def _survey(self, device: torch.device, measure: bool = True, fresh: bool = False) -> Survey:
+        key = (device.type, self._nodes)
+        if key not in self._surveys or fresh:
+            carrier = self.ranks.carrier_for(device)
+            self._surveys[key] = survey_group(
+                self.rank,
+                partial(agreement.gather_texts, self._channel),
+                HostTransport(self._channel, device, carrier),
+                device,
+                nodes=self._nodes,
+                measure=measure,
+                fresh=fresh,
+            )
+        return self._surveys[key]
 
     @torch.no_grad()
     def _scan(

@@ -48,6 +48,10 @@ class GroupRanks:
         """Where messages about tensors on `device` live: there, if the group's backends can."""
         return device if device.type in _backends(self.group) else self.control_device()
 
+    def carrier_for(self, device: torch.device) -> str:
+        """The backend that moves messages about tensors on `device`: "gloo", "nccl"."""
+        return _backends(self.group).get(self.device_for(device).type, "gloo")
+
     def control_device(self) -> torch.device:
         """Where small control values live: the CPU if the group has a CPU backend."""
         if "cpu" in _backends(self.group):

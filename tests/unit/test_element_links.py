@@ -9,14 +9,11 @@ import torch
 
 from flexla_dist.comm import (
     Line,
-    choose_host_strategy,
     node_runs,
     nodes_of_ids,
     nodes_of_size,
     plan_tails,
 )
-
-MIB = 1 << 20
 
 
 def test_line_is_the_connected_run() -> None:
@@ -52,34 +49,6 @@ def test_nodes() -> None:
     assert node_runs((0, 0, 0, 1, 2, 2)) == (3, 1, 2)
     with pytest.raises(ValueError, match="node_size is 0"):
         nodes_of_size(4, 0)
-
-
-@pytest.mark.parametrize(
-    ("size", "runs", "state", "element", "dense", "expected"),
-    [
-        (1, (1,), MIB, MIB, False, "chain"),
-        (2, (1, 1), MIB, MIB, False, "chain"),
-        (4, (2, 2), 8 * MIB, 16 * MIB, True, "chain"),
-        (8, (8,), 1 << 16, 1 << 16, False, "log_scan"),
-        (8, (8,), 8 * MIB, 16 * MIB, True, "chain"),
-        (8, (1,) * 8, 1 << 16, 1 << 16, False, "log_scan"),
-        (32, (8,) * 4, 1 << 20, 1 << 20, False, "hierarchical"),
-        (32, (8,) * 4, 8 * MIB, 16 * MIB, True, "hierarchical"),
-        (16, (15, 1), 1 << 20, 1 << 20, False, "hierarchical"),
-        (128, (8,) * 16, 1 << 14, 1 << 14, False, "log_scan"),
-    ],
-)
-def test_choice_of_strategy(
-    size: int, runs: tuple[int, ...], state: int, element: int, dense: bool, expected: str
-) -> None:
-    choice = choose_host_strategy(size, runs, state, element, dense)
-    assert choice.strategy == expected, choice.reason
-    assert str(size) in choice.reason
-
-
-def test_choice_checks_its_nodes() -> None:
-    with pytest.raises(ValueError, match="sum to 3, expected 4"):
-        choose_host_strategy(4, (1, 2), 1, 1, False)
 
 
 def halo_by_plan(lengths, starts, width):

@@ -1,0 +1,195 @@
+"""Messages between two neighbouring ranks and products on one of them, timed.
+
+Both ranks of a pair make the same calls. Medians, because the scan that they stand for meets the
+same interruptions; sizes far apart, because large messages have another speed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+import torch
+
+from flexla_dist.comm.channel import Channel, Incoming, Outgoing
+from flexla_dist.comm.chooser.links import Curve, Link, Rates
+from flexla_dist.comm.element import Element, StateElement, apply
+from flexla_dist.comm.tag import Kind, Tag
+
+SIZES = (4 << 10, 1 << 20, 8 << 20)
+REPEATS = {4 << 10: 21, 1 << 20: 15, 8 << 20: 9}
+WARM_UPS = 3
+BURST = 5
+_RATE_HEADS, _RATE_DIM, _RATE_REPEATS = 16, 128, 9
+
+
+class Transport(Protocol):
+    """How an engine moves bytes between this rank and a neighbour; both make each call together.
+
+    name: of the engine's carrier ("gloo", "nccl", a heap's name), part of the cache's key.
+    Sizes are bytes; each call returns seconds on this rank's clock.
+    """
+
+    name: str
+
+    def there_and_back(self, peer: int, size: int, first: bool) -> float:
+        """A message to the peer and one back; `first`: this rank sends first."""
+        ...
+
+    def both_ways(self, peer: int, size: int) -> float:
+        """A message each way at the same time."""
+        ...
+
+    def burst(self, peer: int, size: int, count: int, first: bool) -> float:
+        """`count` messages from the first rank posted together, then one small message back."""
+        ...
+
+    def panel(self, peer: int, size: int, first: bool) -> float | None:
+        """As `there_and_back` by one program of a kernel; None without kernels."""
+        ...
+
+
+@dataclass
+class HostTransport:
+    """The host engine's messages: packed, with their header, as a scan sends them."""
+
+    channel: Channel
+    device: torch.device
+    name: str
+
+    def there_and_back(self, peer: int, size: int, first: bool) -> float:
+        """See `Transport`."""
+        state, tag = self._state(size), Tag()
+        start = self._now()
+        if first:
+            self.channel.send_state(peer, state, tag)
+        got = self.channel.receive_state(peer, state, tag)
+        if not first:
+            self.channel.send_state(peer, got, tag)
+        return self._now() - start
+
+    def both_ways(self, peer: int, size: int) -> float:
+        """See `Transport`."""
+        state = self._state(size)
+        start = self._now()
+        self._exchange([peer], [peer], state)
+        return self._now() - start
+
+    def burst(self, peer: int, size: int, count: int, first: bool) -> float:
+        """See `Transport`."""
+        state, small = self._state(size), self._state(SIZES[0])
+        start = self._now()
+        if first:
+            self._exchange([peer] * count, [], state)
+            self._exchange([], [peer], small)
+        else:
+            self._exchange([], [peer] * count, state)
+            self._exchange([peer], [], small)
+        return self._now() - start
+
+    def panel(self, peer: int, size: int, first: bool) -> float | None:
+        """See `Transport`: the host has no kernels."""
+        return None
+
+    def _exchange(self, targets: list[int], sources: list[int], state: tuple) -> None:
+        sends = [Outgoing(rank, state) for rank in targets]
+        receives = [Incoming(rank, state) for rank in sources]
+        self.channel.exchange(Kind.STATE, Tag(), sends, receives)
+
+    def _state(self, size: int) -> tuple[torch.Tensor]:
+        return (torch.ones(size // 4, device=self.device),)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def measure_link(transport: Transport, peer: int, first: bool) -> Link:
+    """The link to a neighbour; the two ranks call it together, one of them as `first`.
+
+    About a tenth of a second between processes of a host.
+    """
+    one, both = [], []
+    for size in SIZES:
+        one.append((size, _median(size, lambda n: transport.there_and_back(peer, n, first)) / 2))
+        both.append((size, _median(size, lambda n: transport.both_ways(peer, n))))
+    small = SIZES[0]
+    alone = one[0][1]
+    many = _median(small, lambda n: transport.burst(peer, n, BURST, first))
+    return Link(
+        Curve(_ascending(one)),
+        Curve(_ascending(both)),
+        gap=max(0.0, (many - 2 * alone) / (BURST - 1)),
+        panel_beta=_panel_beta(transport, peer, first),
+        measured=True,
+        source=_when(),
+    )
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """What applying elements costs on a device, as the host engine does it."""
+    dims = (1, _RATE_HEADS, _RATE_DIM, _RATE_DIM)
+    state = (torch.ones(dims, device=device),)
+    small = (torch.ones(1, 1, 8, 8, device=device),)
+    gate = torch.ones(1, 1, 1, 1, device=device)
+    launch = _time_apply(Element((StateElement(small[0], gate),)), small, device) / 2
+    scaled = _time_apply(Element((StateElement(state[0], gate),)), state, device)
+    dense = _time_apply(Element((StateElement(state[0], None, state[0]),)), state, device)
+    size = state[0].numel() * 4
+    stream = 5 * size / max(scaled - 2 * launch, 1e-7)
+    products = max(dense - 2 * launch - 6 * size / stream, 1e-7)
+    flops = 2.0 * _RATE_DIM * state[0].numel() / products
+    programs = 1
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+    return Rates(launch, stream, flops, programs, True, _when())
+
+
+def _median(size: int, call: Callable[[int], float]) -> float:
+    times = [call(size) for _ in range(WARM_UPS + REPEATS[size])]
+    return median(times[WARM_UPS:])
+
+
+def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Points whose seconds do not fall: noise must not make larger messages free."""
+    found: list[tuple[int, float]] = []
+    for size, seconds in points:
+        found.append((size, max(seconds, found[-1][1] if found else 0.0)))
+    return tuple(found)
+
+
+def _panel_beta(transport: Transport, peer: int, first: bool) -> float:
+    small, large = 4 << 10, 32 << 10
+    times = []
+    for size in (small, large):
+        found = [transport.panel(peer, size, first) for _ in range(WARM_UPS + REPEATS[small])]
+        known = [seconds for seconds in found[WARM_UPS:] if seconds is not None]
+        if not known:
+            return 0.0
+        times.append(median(known) / 2)
+    return max(0.0, (times[1] - times[0]) / (large - small))
+
+
+def _time_apply(element: Element, state: tuple, device: torch.device) -> float:
+    times = []
+    for _ in range(WARM_UPS + _RATE_REPEATS):
+        _wait(device)
+        start = time.perf_counter()
+        apply(element, state)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times[WARM_UPS:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _when() -> str:
+    return datetime.date.today().isoformat()
