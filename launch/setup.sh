@@ -11,7 +11,8 @@ Makes .venv with Python 3.11 or newer and installs flexla_dist into it, editable
 of constraints.txt. On a machine with a GPU and a PyTorch that uses it, that PyTorch and its Triton
 are kept. A second call with nothing changed returns at once.
 
-  --extra EXTRA     train: what training needs (default); dev: that and the tools of the tests
+  --extra EXTRA     train: what training needs (default); dev: that, the tools of the tests, and, for
+                    root on Debian and Ubuntu, OpenSHMEM for some of the tests (apt-get, Open MPI)
   --python PYTHON   the interpreter to make .venv with (default: the newest python3 found)
 TEXT
 }
@@ -72,17 +73,53 @@ write_constraints() { # the file of pins that fits this machine
     fi
 }
 
+has_oshrun() {
+    command -v oshrun >/dev/null 2>&1 && command -v oshcc >/dev/null 2>&1
+}
+
+apt_install() {
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" </dev/null
+}
+
+install_openshmem() { # Debian's Open MPI and shmem4py, for tests; without them these are skipped
+    local log=.venv/openshmem.log packages=(openmpi-bin libopenmpi-dev)
+    if ! has_oshrun; then
+        if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+            echo "there is no oshrun, and installing it takes root and apt-get"
+            return 1
+        fi
+        echo "installing ${packages[*]} with apt-get, for tests of OpenSHMEM"
+        { apt_install "${packages[@]}" || { apt-get update -qq && apt_install "${packages[@]}"; }; } \
+            >"$log" 2>&1 || { echo "apt-get failed; $log says why"; return 1; }
+    fi
+    # The module only wraps calls: compiled without optimisation it is ready in a fifth of the time.
+    CFLAGS=-O0 OSHCC=oshcc .venv/bin/python -m pip install -qq --disable-pip-version-check \
+        --constraint .venv/constraints.txt --no-build-isolation --no-deps shmem4py >"$log" 2>&1 ||
+        { echo "shmem4py could not be built; $log says why"; return 1; }
+}
+
 [ -x .venv/bin/python ] || make_environment
 stamp=".venv/installed-$extra"
+openshmem_stamp=.venv/installed-openshmem no_openshmem_stamp=.venv/no-openshmem
 wanted="$({ cat pyproject.toml constraints.txt; .venv/bin/python --version; } | sha256sum | cut -d' ' -f1)"
-for installed in "$stamp" .venv/installed-dev; do
-    if [ -f "$installed" ] && [ "$(cat "$installed")" = "$wanted" ]; then
-        exit 0
-    fi
-done
 
-write_constraints > .venv/constraints.txt
-echo "installing flexla_dist[$extra] into .venv: PyTorch and the rest, about a minute the first time"
-.venv/bin/python -m pip install -qq --disable-pip-version-check --constraint .venv/constraints.txt \
-    --editable ".[$extra]" || fail "the installation failed; its messages are above"
-echo "$wanted" > "$stamp"
+is_done() { # a stamp: was it made for these versions?
+    [ -f "$1" ] && [ "$(cat "$1")" = "$wanted" ]
+}
+
+if ! is_done "$stamp" && ! is_done .venv/installed-dev; then
+    write_constraints > .venv/constraints.txt
+    echo "installing flexla_dist[$extra] into .venv: PyTorch and the rest, about a minute the first time"
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint .venv/constraints.txt \
+        --editable ".[$extra]" || fail "the installation failed; its messages are above"
+    echo "$wanted" > "$stamp"
+fi
+if [ "$extra" = dev ] && ! is_done "$no_openshmem_stamp" &&
+    ! { is_done "$openshmem_stamp" && has_oshrun; }; then
+    if install_openshmem; then
+        echo "$wanted" > "$openshmem_stamp"
+    else
+        echo "tests of OpenSHMEM will be skipped; to try again, remove $no_openshmem_stamp"
+        echo "$wanted" > "$no_openshmem_stamp"
+    fi
+fi

