@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 
 OK, MISSING, NONE = "ok", "missing", "-"
@@ -38,7 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--no-run", action="store_true", help="only look; do not run a layer on two processes"
     )
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--strategies",
+        action="store_true",
+        help="topology, links and the predicted time of every strategy, of this group under"
+        " torchrun or of a described cluster; with --help: how to describe it",
+    )
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--strategies" in words:
+        return import_module("flexla_dist.comm.chooser.program").main(words)
+    args = parser.parse_args(words)
     sections: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("Versions", versions),
         ("Devices and links", devices),

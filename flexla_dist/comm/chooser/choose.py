@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from flexla_dist.comm.chooser.cost import STRATEGIES, Estimate, estimate
 from flexla_dist.comm.chooser.links import DEVICE, ENGINES, HOST
 from flexla_dist.comm.chooser.setting import Setting
+from flexla_dist.comm.topology import Topology
 from flexla_dist.errors import ShardingError
 
 AUTO = "auto"
@@ -92,6 +93,7 @@ def _check(name: str, known: Sequence[str], what: str) -> None:
         raise ShardingError(f"{what} is {name!r}, expected one of: {', '.join(known)}")
 
 
-def engines_of(heap: str) -> tuple[str, ...]:
-    """The engines that a heap of this kind allows."""
-    return (HOST,) if heap == "none" else (HOST, DEVICE)
+def engines_of(topology: Topology) -> tuple[str, ...]:
+    """The engines to choose from: the device's where GPUs share a heap. On CPUs its kernels run in
+    an interpreter, which is for tests."""
+    return (HOST, DEVICE) if topology.device == "cuda" and topology.heap != "none" else (HOST,)

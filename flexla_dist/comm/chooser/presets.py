@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from flexla_dist.comm.chooser.choose import engines_of
 from flexla_dist.comm.chooser.links import (
     ASSUMED_LINKS,
     ASSUMED_RATES,
@@ -137,7 +138,7 @@ def described_settings(
     classes = topology.classes or (topology.inside,)
     settings = {}
     for engine, carrier in ((HOST, transport), (DEVICE, DEVICE)):
-        if engine == DEVICE and topology.heap == "none":
+        if engine not in engines_of(topology):
             continue
         links = {name: table[carrier, name] for name in classes}
         ring = carrier == "nccl"
