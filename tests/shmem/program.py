@@ -1,4 +1,4 @@
-"""Started by oshrun or mpirun, as `python -m tests.shmem.program KIND`: checks a heap on every rank."""
+"""`python -m tests.shmem.program KIND`, started by oshrun or mpirun: checks a heap everywhere."""
 
 from __future__ import annotations
 
