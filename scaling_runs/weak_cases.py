@@ -1,0 +1,254 @@
+"""One point of the grid on this rank: inputs, the call that is timed, its check, its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexla_dist.comm.element import Element, element_tensors, with_tensors, zero_state
+from flexla_dist.comm.tag import Tag
+from flexla_dist.ops.op import LinearAttentionOp, compile
+from flexla_dist.parallel.local_call import as_element
+from flexla_dist.parallel.runtime import runtime_of
+from flexla_dist.spec.variants import get_variant
+from flexla_dist.testing.budget import BOUNDS, SHARDED, measure
+from flexla_dist.testing.inputs import CallInputs, make_inputs
+from scaling_runs.baselines import (
+    Refused,
+    Settings,
+    Sharding,
+    Traffic,
+    counted,
+    get_system,
+    sizes_of,
+)
+from scaling_runs.baselines.node import ScanAttend
+from scaling_runs.baselines.shard import executor_of
+from scaling_runs.baselines.ulysses import HeadAttend, exchange_heads, exchange_tokens
+from scaling_runs.weak_grid import Point
+
+CHECKED_TOKENS = 40
+
+
+class CheckFailed(AssertionError):
+    """A system whose results or bytes are not what they must be, at a point that is not timed."""
+
+
+@dataclass
+class Setup:
+    """This rank's part: the group of the point, its device, the settings of systems."""
+
+    group: Any
+    device: torch.device
+    settings: Settings
+    nodes: tuple[int, ...]
+
+
+@cache
+def compiled(variant: str) -> LinearAttentionOp:
+    """The operator of a variant; all points share it."""
+    return compile(get_variant(variant))
+
+
+class Case:
+    """The operator alone at one point."""
+
+    def __init__(self, point: Point, setup: Setup) -> None:
+        self.point, self.setup = point, setup
+        self.system, self.op = get_system(point.system), compiled(point.variant)
+        self.sharding = Sharding.of(setup.group, point.lengths)
+        self.attend = self.system.prepare(self.op, self.sharding, setup.settings)
+        self.given = inputs_of(
+            point, self.sharding.tokens, setup.device, 1 + self.sharding.ranks.rank
+        )
+        self._seed: Tensor | None = None
+
+    def call(self) -> Callable[[], object]:
+        """What is timed: forward, and backward where the point says so."""
+        given, attend = self.given, self.attend
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return attend(given.inputs, given.params, given.scalars)
+
+        def both() -> object:
+            output = attend(given.inputs, given.params, given.scalars)
+            if self._seed is None:
+                self._seed = torch.randn_like(output)
+            leaves = [*given.inputs.values(), *given.params.values()]
+            return torch.autograd.grad(output, leaves, self._seed)
+
+        return forward if self.point.direction == "fwd" else both
+
+    def traffic(self) -> tuple[Traffic, Traffic | None]:
+        """Bytes of one call: counted, and by formula (None where there is none)."""
+        call = self.call()
+        call()
+        with counted() as found:
+            call()
+        formula = self.system.formula
+        if formula is None:
+            return found, None
+        given = self.given
+        sizes = sizes_of(
+            self.op,
+            given.inputs,
+            given.params,
+            given.scalars,
+            self.point.lengths,
+            self.setup.nodes,
+        )
+        rank = self.sharding.ranks.rank
+        expected = formula(self.setup.settings)(sizes, rank, False)
+        if self.point.direction == "fwdbwd":
+            expected = expected.plus(formula(self.setup.settings)(sizes, rank, True))
+        return found, expected
+
+    def exchange(self) -> Callable[[], object]:
+        """The exchange of states alone, of one forward pass. Raises Refused where there is none."""
+        element = example_element(self.op, self.given)
+        zero = zero_state(element)
+        if isinstance(self.attend, ScanAttend):
+            scan, line = self.attend.scan, self.sharding.line(False)
+            return lambda: scan.start(element, zero, line)()
+        if isinstance(self.attend, HeadAttend):
+            return self._exchange_heads()
+        if self.system.family != "ours":
+            raise Refused(f"{self.system.name} has no exchange apart from its local pass")
+        strategy, settings = self.point.system, self.setup.settings
+        size = settings.node_size if strategy in ("auto", "hierarchical") else None
+        exchanger = runtime_of(self.setup.group).exchanger(strategy, size)
+        crossing = (True,) * (self.sharding.ranks.size - 1)
+        return lambda: exchanger.prefix(element, crossing, Tag(), zero)
+
+    def _exchange_heads(self) -> Callable[[], object]:
+        """All inputs to the ranks of their heads, and a tensor of the output's size back."""
+        sharding = self.sharding
+        inputs = [x.detach() for x in self.given.inputs.values()]
+        by_dtype = [
+            [x for x in inputs if x.dtype == d] for d in sorted({x.dtype for x in inputs}, key=str)
+        ]
+        like = max(inputs, key=lambda x: x.numel())
+
+        def run() -> None:
+            with torch.no_grad():
+                for same in by_dtype:
+                    exchange_heads(sharding, same)
+                exchange_tokens(sharding, [whole])
+
+        whole = exchange_heads(sharding, [like])[0]
+        return run
+
+
+def inputs_of(point: Point, tokens: int, device: torch.device, seed: int) -> CallInputs:
+    """Seeded inputs of `tokens` tokens that want gradients."""
+    return make_inputs(
+        get_variant(point.variant),
+        batch=point.B,
+        tokens=tokens,
+        heads=point.heads,
+        value_heads=point.heads,
+        sizes=point.sizes,
+        dtype=getattr(torch, point.dtype),
+        device=device,
+        seed=seed,
+    )
+
+
+def example_element(op: Any, given: CallInputs) -> Element:
+    """An element of a call's structure with numbers of order one."""
+    token = {n: x.detach()[:, :1].contiguous() for n, x in given.inputs.items()}
+    params = {n: x.detach() for n, x in given.params.items()}
+    problem = op.bind(token, params, given.scalars)
+    executor = executor_of(op, [*token.values(), *params.values()])
+    element = as_element(executor.summary(problem, -1))
+    numbers = [torch.rand_like(t) * 0.1 for t in element_tensors(element)]
+    return with_tensors(element, numbers, False)
+
+
+def check_system(point: Point, setup: Setup) -> float | None:
+    """Largest error of outputs and gradients of a small call against the unsharded operator in
+    float64; None for a floor. On the CPU the call is float64, on a GPU of the point's dtype.
+
+    Raises CheckFailed on every rank where the error of any is out of bounds.
+    """
+    system = get_system(point.system)
+    if not system.exact:
+        return None
+    cpu = setup.device.type == "cpu"
+    dtype = torch.float64 if cpu else getattr(torch, point.dtype)
+    size = dist.get_world_size(setup.group)
+    lengths = tuple(
+        CHECKED_TOKENS + (0 if point.system == "fla_cp" else 3 * r) for r in range(size)
+    )
+    sharding = Sharding.of(setup.group, lengths)
+    op = compiled(point.variant)
+    attend = system.prepare(op, sharding, setup.settings)
+    heads = 1 if point.variant == "hgrn" else point.H
+    whole = make_inputs(
+        get_variant(point.variant),
+        batch=min(point.B, 2),
+        tokens=sum(lengths),
+        heads=heads,
+        value_heads=heads,
+        sizes={n: s if not cpu else min(s, 16) for n, s in point.sizes.items()},
+        dtype=dtype,
+        device=setup.device,
+        seed=3,
+    )
+    got, want = _sharded(attend, sharding, whole), _unsharded(op, whole)
+    bounds = SHARDED[dtype] if cpu else BOUNDS[dtype]
+    here = slice(sharding.offset, sharding.offset + sharding.tokens)
+    worst = 0.0
+    for name, value in got.items():
+        if name.removeprefix("d") in whole.params:
+            dist.all_reduce(value, group=setup.group)
+            expected = want[name]
+        else:
+            expected = want[name][:, here]
+        worst = max(worst, measure(value, expected).ratio / bounds.of(name))
+    found = torch.tensor([worst], dtype=torch.float64, device=setup.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=setup.group)
+    if not float(found) <= 1.0:
+        raise CheckFailed(
+            f"{point.system} {point.variant} on {size} ranks: an error is {float(found):.3g} times "
+            f"its bound for {dtype} (output {bounds.output:g}); not timed"
+        )
+    return float(found) * bounds.output
+
+
+def _sharded(attend: Any, sharding: Sharding, whole: CallInputs) -> dict[str, Tensor]:
+    here = slice(sharding.offset, sharding.offset + sharding.tokens)
+    inputs = {n: x.detach()[:, here].clone().requires_grad_() for n, x in whole.inputs.items()}
+    params = {n: x.detach().clone().requires_grad_() for n, x in whole.params.items()}
+    output = attend(inputs, params, whole.scalars)
+    seed = _seed_like(output, sum(sharding.lengths))[:, here]
+    output.backward(seed)
+    found = {"o": output.detach()}
+    for name, x in {**inputs, **params}.items():
+        found[f"d{name}"] = torch.zeros_like(x) if x.grad is None else x.grad
+    return found
+
+
+def _unsharded(op: Any, whole: CallInputs) -> dict[str, Tensor]:
+    wide = {n: x.detach().double().requires_grad_() for n, x in whole.inputs.items()}
+    params = {n: x.detach().double().requires_grad_() for n, x in whole.params.items()}
+    output, _ = op(**wide, **params, **whole.scalars, executor="torch")
+    seed = _seed_like(output.to(next(iter(whole.inputs.values())).dtype), output.shape[1])
+    output.backward(seed.double())
+    leaves = {**wide, **params}
+    return {"o": output.detach()} | {f"d{n}": x.grad for n, x in leaves.items()}
+
+
+def _seed_like(output: Tensor, tokens: int) -> Tensor:
+    """A gradient of the whole output, the same on all ranks, of the output's dtype."""
+    generator = torch.Generator().manual_seed(9)
+    shape = (output.shape[0], tokens, *output.shape[2:])
+    seed = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return seed.to(output.device, output.dtype)
