@@ -24,6 +24,7 @@ class OshmemHeap:
         self.device = torch.device("cpu")
         self.closed = False
         self._requests = shmem.zeros((self.size, _REQUEST_WORDS), dtype=np.int64)
+        _meet()  # each element zeroes its part by itself: nobody may write before all have
         self._memory: list[np.ndarray] = []
 
     def allocate(self, label: str, nbytes: int) -> Block:
@@ -31,6 +32,7 @@ class OshmemHeap:
         self._check_open("allocate")
         self._agree(label, nbytes)
         memory = shmem.zeros(nbytes, dtype=np.uint8, align=256)
+        _meet()
         self._memory.append(memory)
         peers = [shmem.ptr(memory, element) for element in range(self.size)]
         addresses = [0 if peer is None else peer.ctypes.data for peer in peers]
@@ -40,14 +42,14 @@ class OshmemHeap:
     def barrier(self) -> None:
         """OpenSHMEM's own."""
         self._check_open("barrier")
-        shmem.barrier_all()
+        _meet()
 
     def close(self) -> None:
         """Free everything, together."""
         if self.closed:
             return
         self.closed = True
-        shmem.barrier_all()
+        _meet()
         for memory in (*self._memory, self._requests):
             shmem.free(memory)
 
@@ -58,15 +60,22 @@ class OshmemHeap:
         own = np.array([*words, nbytes], dtype=np.int64)
         for element in range(self.size):
             shmem.put(self._requests[self.rank], own, element)
-        shmem.barrier_all()
-        differ = (self._requests != self._requests[0]).any()
-        shmem.barrier_all()
+        _meet()
+        requests = self._requests.copy()
+        _meet()
+        differ = (requests != requests[0]).any()
         if differ:
             raise HeapMismatch(
                 f"allocate({label!r}, {nbytes} bytes) on element {self.rank}, another label or "
-                f"size elsewhere (sizes {self._requests[:, -1].tolist()})"
+                f"size elsewhere (sizes {requests[:, -1].tolist()})"
             )
 
     def _check_open(self, what: str) -> None:
         if self.closed:
             raise HeapError(f"{what}: this heap has been closed")
+
+
+def _meet() -> None:
+    """A barrier behind which all puts have arrived."""
+    shmem.quiet()
+    shmem.barrier_all()

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,36 @@ needs_mpirun = pytest.mark.skipif(
 )
 
 
-def oshrun(ranks: int, module: str, *arguments: str, timeout: float = 60.0) -> str:
-    """Run `python -m module` on `ranks` processing elements; returns what they print."""
+def oshrun(
+    ranks: int,
+    module: str,
+    *arguments: str,
+    timeout: float = 60.0,
+    interpret: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run `python -m module` on `ranks` processing elements; returns what they print.
+
+    interpret: whether kernels run in Triton's interpreter.
+    """
     # The patcher of memory calls breaks OpenSHMEM's end in Debian's build.
     words = ["oshrun", *_options(), "--mca", "memory", "^patcher", "-n", str(ranks)]
-    return _run([*words, sys.executable, "-m", module, *arguments], timeout)
+    words += [sys.executable, "-m", module, *arguments]
+    return _run(words, timeout, interpret, environment or {})
 
 
-def mpirun(ranks: int, module: str, *arguments: str, timeout: float = 60.0) -> str:
+def mpirun(
+    ranks: int,
+    module: str,
+    *arguments: str,
+    timeout: float = 60.0,
+    interpret: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> str:
     """Run `python -m module` on `ranks` MPI processes; returns what they print."""
     words = [str(MPIRUN), *_options(), "--mca", "osc", "^ucx", "-n", str(ranks)]
-    return _run([*words, sys.executable, "-m", module, *arguments], timeout)
+    words += [sys.executable, "-m", module, *arguments]
+    return _run(words, timeout, interpret, environment or {})
 
 
 def _options() -> list[str]:
@@ -46,9 +66,9 @@ def _options() -> list[str]:
     return [*root, "--oversubscribe"]
 
 
-def _run(words: list[str], timeout: float) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
+def _run(words: list[str], timeout: float, interpret: bool, environment: Mapping[str, str]) -> str:
+    switches = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(interpret))}
+    environment = {**os.environ, **switches, "PYTHONPATH": str(ROOT), **environment}
     process = subprocess.Popen(
         words,
         cwd=ROOT,

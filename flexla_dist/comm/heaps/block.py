@@ -81,6 +81,8 @@ class SymmetricHeap(Protocol):
     def allocate(self, label: str, nbytes: int) -> Block:
         """A zeroed part of `nbytes` bytes on every rank; all ranks call it in the same order.
 
+        When it returns, all parts have been zeroed, and peers may be written to.
+
         Raises HeapMismatch on every rank if label or nbytes differ.
         """
         ...

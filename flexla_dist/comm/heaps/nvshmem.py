@@ -56,9 +56,9 @@ class NvshmemHeap(GroupHeap):
         if refused:
             raise HeapError(f"a heap of kind 'nvshmem' cannot be had: {refused}")
         self._core = import_nvshmem()
-        torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # makes the context that NVSHMEM uses
-        self._start(bootstrap, communicator)
+        with torch.cuda.device(device):
+            self._start(bootstrap, communicator)
         prepare_kernels()
         probe = self._allocate("probe of the peers' addresses", 8)
         reached = meeting.gather("addresses of peers", bool((probe.bases != 0).all().item()))
@@ -91,9 +91,10 @@ class NvshmemHeap(GroupHeap):
 
         def make() -> None:
             # Ours to free: NVSHMEM's collective free must not run when an object happens to go.
-            tensor = self._core.tensor(
-                (nbytes,), dtype=torch.uint8, release=True, except_on_del=False
-            )
+            with torch.cuda.device(self.device):
+                tensor = self._core.tensor(
+                    (nbytes,), dtype=torch.uint8, release=True, except_on_del=False
+                )
             tensor.zero_()
             torch.cuda.synchronize(self.device)
             found.append((tensor, self._addresses(tensor.data_ptr())))
@@ -112,7 +113,8 @@ class NvshmemHeap(GroupHeap):
     def _complete_writes(self) -> None:
         from nvshmem.bindings import nvshmem as bindings
 
-        bindings.quiet_on_stream(torch.cuda.current_stream(self.device).cuda_stream)
+        with torch.cuda.device(self.device):
+            bindings.quiet_on_stream(torch.cuda.current_stream(self.device).cuda_stream)
         super()._complete_writes()
 
     def _release(self) -> None:
@@ -123,7 +125,8 @@ class NvshmemHeap(GroupHeap):
         super()._release()
 
     def _free(self, block: Block) -> None:
-        told(partial(self._core.free_tensor, block.local))()
+        with torch.cuda.device(self.device):
+            told(partial(self._core.free_tensor, block.local))()
 
 
 def refusals(meeting: Meeting, device: torch.device) -> str:

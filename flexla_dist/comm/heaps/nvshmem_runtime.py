@@ -143,6 +143,12 @@ def is_started(core: Any) -> bool:
     return int(core.init_status()) in map(int, running)
 
 
+def device_library() -> str:
+    """Path of NVSHMEM's device code; kernels link it: extern_libs={"libnvshmem_device": path}."""
+    core = import_nvshmem()
+    return str(told(core.find_device_bitcode_library)())
+
+
 def prepare_kernels() -> None:
     """From now on, give every Triton kernel that calls NVSHMEM its state when it is loaded.
 

@@ -53,7 +53,6 @@ class TorchSymmHeap(GroupHeap):
         meeting.attempt("start of torch symmetric memory", self._start)
 
     def _start(self) -> None:
-        torch.cuda.set_device(self.device)  # torch's allocator works on the current device
         # Memory of the ordinary kind first: it makes the context that the driver calls need.
         torch.zeros(1, device=self.device)
         torch.cuda.synchronize(self.device)
@@ -64,7 +63,9 @@ class TorchSymmHeap(GroupHeap):
         found: list[torch.Tensor] = []
 
         def make() -> str:
-            found.append(symmetric.empty(nbytes, dtype=torch.uint8, device=self.device).zero_())
+            with torch.cuda.device(self.device):
+                memory = symmetric.empty(nbytes, dtype=torch.uint8, device=self.device)
+            found.append(memory.zero_())
             torch.cuda.synchronize(self.device)
             return request
 
@@ -75,7 +76,8 @@ class TorchSymmHeap(GroupHeap):
 
         def meet() -> None:
             # All ranks are known to come: torch's own meeting cannot be ended from outside.
-            handles.append(symmetric.rendezvous(local, self.meeting.ranks.group))
+            with torch.cuda.device(self.device):
+                handles.append(symmetric.rendezvous(local, self.meeting.ranks.group))
 
         self.meeting.attempt(f"rendezvous of the symmetric memory of {label!r}", meet)
         [handle] = handles
@@ -111,12 +113,7 @@ def refusals(meeting: Meeting, device: torch.device) -> str:
     gpus = [Gpu(*entry["gpu"]) for entry in said]
     shared = _shared_gpu(gpus)
     if shared is not None and not all(entry["overlap"] for entry in said):
-        first, second = shared
-        return (
-            f"{name(first)} and {name(second)} are both on GPU {gpus[first].index} "
-            f"({gpus[first].name}); give each rank a GPU of its own, all of them visible to every "
-            f"rank, or set {OVERLAP}=1 before the start to let ranks share one"
-        )
+        return _told_shared(name(shared[0]), name(shared[1]), *(gpus[rank] for rank in shared))
     assert gpu is not None
     blocked = meeting.gather("look for peer access", _without_access(device, gpu, gpus))
     for rank, peers in enumerate(blocked):
@@ -142,6 +139,19 @@ def _local_refusal(device: torch.device) -> str:
             "allocated there, and leave TORCH_SYMMMEM unset"
         )
     return ""
+
+
+def _told_shared(first: str, second: str, gpu: Gpu, other: Gpu) -> str:
+    if gpu.uuid == other.uuid:
+        return (
+            f"{first} and {second} are on one GPU ({gpu.name}, number {gpu.index}); give each rank "
+            f"a GPU of its own, or set {OVERLAP}=1 before the start to let ranks share one"
+        )
+    return (
+        f"{first} and {second} both call their GPU number {gpu.index}, which torch takes for one; "
+        "make all GPUs of the host visible to every rank (CUDA_VISIBLE_DEVICES) and give each rank "
+        f"its own number, or set {OVERLAP}=1 before the start"
+    )
 
 
 def _shared_gpu(gpus: list[Gpu]) -> tuple[int, int] | None:
