@@ -1,0 +1,82 @@
+"""A rank's place in one exchange, as the row of integers that the kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexla_dist.comm.links import Line
+
+FIELDS = 12
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one rank's programs know of an exchange.
+
+    home: where this rank's tensors are in the stacked ones (0 where they are not stacked).
+    position, count: in the line of connected ranks, in scan order. reset, live: of the span.
+    turn: 1 for a prefix, -1 for a suffix: the way through ranks and segments. part_position,
+    part_count: in the part of the line on one node; before, after: whether other parts are.
+    """
+
+    rank: int
+    home: int
+    position: int
+    count: int
+    reset: bool
+    live: int
+    segments: int
+    turn: int
+    part_position: int
+    part_count: int
+    before: bool
+    after: bool
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        home: int,
+        crossing: Sequence[bool],
+        nodes: Sequence[int],
+        span: tuple[bool, int, int],
+        reverse: bool,
+    ) -> Place:
+        """The place of a rank whose span is (reset, live, segments)."""
+        line = Line.around(rank, crossing, reverse)
+        parts = line.segments(nodes)
+        index = next(i for i, part in enumerate(parts) if part.position >= 0)
+        part = parts[index]
+        reset, live, segments = span
+        return cls(
+            rank,
+            home,
+            line.position,
+            len(line.ranks),
+            reset,
+            live,
+            segments,
+            -1 if reverse else 1,
+            part.position,
+            len(part.ranks),
+            index > 0,
+            index + 1 < len(parts),
+        )
+
+    def row(self) -> tuple[int, ...]:
+        """The fields in order, as integers."""
+        return (
+            self.rank,
+            self.home,
+            self.position,
+            self.count,
+            int(self.reset),
+            self.live,
+            self.segments,
+            self.turn,
+            self.part_position,
+            self.part_count,
+            int(self.before),
+            int(self.after),
+        )

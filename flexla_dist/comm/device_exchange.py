@@ -1,0 +1,390 @@
+"""`DeviceExchanger`: the scan over ranks as one kernel that computes, puts, signals and waits.
+
+Every (head, tile) panel goes its own way through the ranks: a rank composes its segments, takes in
+the state of the ranks before it, sends what leaves, and then writes the state that enters each of
+its segments. No host step is inside; nothing but the result is allocated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexla_dist.comm.device.layout import Layout, Signature
+from flexla_dist.comm.device.panels import StateForm
+from flexla_dist.comm.device.plan import Place
+from flexla_dist.comm.device.record import Record, describe, late_rank
+from flexla_dist.comm.device.source import DIALECTS, Dialect
+from flexla_dist.comm.device.workspace import INTERPRETED, Memory, Workspace, looks_per_second
+from flexla_dist.comm.errors import ExchangeTimeout
+from flexla_dist.comm.heaps import Block, LocalHeap, SymmetricHeap
+from flexla_dist.comm.strategies import STRATEGIES
+from flexla_dist.comm.tag import Tag
+from flexla_dist.errors import ExecutorError, ShardingError
+
+State = tuple[Tensor, ...]
+
+COMPOSE_FROM = 3  # segments: fewer products wait for the state than composing would take
+SETTLE_SECONDS = 0.3  # how long records of other ranks are waited for, once there is one
+
+
+@dataclass(frozen=True)
+class SpanState:
+    """Effect of every segment of a span on one state.
+
+    local:  [S, G, HV, *dims] fp32, what each segment leaves behind when zero enters it.
+    decay:  [S, G, HV, *ones_or_dims] fp32, elementwise M; None means 1.
+    matrix: [S, G, HV, K, K] fp32, dense M on the first state dim; no decay then.
+    """
+
+    local: Tensor
+    decay: Tensor | None = None
+    matrix: Tensor | None = None
+
+    def form(self) -> StateForm:
+        """Shape and kind, which all ranks have in common."""
+        decay = None if self.decay is None else tuple(self.decay.shape[3:])
+        return StateForm(tuple(self.local.shape[3:]), decay, self.matrix is not None)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A rank's shard as S segments in order; for a suffix M is transposed, the order stays.
+
+    reset: a document starts inside, so what enters has no effect on what leaves.
+    live: how many leading segments (trailing ones in a suffix) see what enters, S if None. With a
+        reset, segment `live` starts the document that leaves; if there is none, it starts inside
+        the last segment, whose `local` is all that leaves.
+    """
+
+    states: tuple[SpanState, ...]
+    reset: bool = False
+    live: int | None = None
+
+    @property
+    def segments(self) -> int:
+        """S."""
+        return self.states[0].local.shape[0]
+
+    def place(self) -> tuple[bool, int, int]:
+        """(reset, live, segments); ShardingError if they do not fit."""
+        live = self.segments if self.live is None else self.live
+        if not 0 <= live <= self.segments or (not self.reset and live != self.segments):
+            raise ShardingError(
+                f"a span of {self.segments} segments, reset {self.reset}, has live {live}; expected "
+                "0 to S, and S where no document starts inside"
+            )
+        return self.reset, live, self.segments
+
+
+@dataclass
+class DeviceExchanger:
+    """Exclusive scans over the ranks of a heap.
+
+    heap: symmetric memory; a LocalHeap plays all its virtual ranks in one launch (`prefix_all`).
+    strategy: "chain", "log_scan", "hierarchical" or "all_gather".
+    nodes: node number of every rank, for "hierarchical"; None: one node.
+    timeout: seconds that a program waits for another rank, about.
+    dialect: of the verbs; None: the heap's. programs: how many serve a rank; None: one a panel, as
+        far as the device holds them. delay_ns: what is added to the way of every message.
+
+    Except `check`, every method is called by all ranks in the same order. Errors of a wait come
+    from `check`, until then results may be NaN. Nothing here is recorded by autograd.
+    """
+
+    heap: SymmetricHeap | LocalHeap
+    strategy: str = "chain"
+    nodes: tuple[int, ...] | None = None
+    timeout: float = 60.0
+    dialect: Dialect | None = None
+    programs: int | None = None
+    delay_ns: int = 0
+    workspaces: dict[Signature, Workspace] = field(default_factory=dict, init=False)
+    _failed: bool = field(default=False, init=False)
+    _looks: float = field(default=0.0, init=False)
+    _tags: dict[bool, str] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ShardingError(
+                f"strategy is {self.strategy!r}, expected one of: {', '.join(STRATEGIES)}"
+            )
+        self.nodes = (0,) * self.heap.size if self.nodes is None else tuple(self.nodes)
+        if len(self.nodes) != self.heap.size:
+            raise ShardingError(f"{len(self.nodes)} node numbers for {self.heap.size} ranks")
+        if self.dialect is None:
+            self.dialect = self.heap.dialect
+        if self.dialect not in DIALECTS:
+            raise ShardingError(f"dialect is {self.dialect!r}, expected one of {DIALECTS}")
+        if (self.heap.device.type == "cuda") == INTERPRETED:
+            raise ExecutorError(
+                f"a heap on {self.heap.device} with Triton's interpreter "
+                f"{'on' if INTERPRETED else 'off'}: kernels run on a GPU, or on the CPU where "
+                "TRITON_INTERPRET=1 was set before Triton was imported"
+            )
+
+    def prepare(self, span: Span, entry: State | None = None) -> Workspace:
+        """Memory and kernel for spans like this one; all ranks call it together.
+
+        Raises HeapMismatch if ranks prepare different shapes.
+        """
+        return self._workspace(signature_of(span, entry is not None))
+
+    def prefix(
+        self,
+        span: Span,
+        crossing: Sequence[bool],
+        tag: Tag | None = None,
+        entry: State | None = None,
+    ) -> State:
+        """The states that enter every segment, [S, G, HV, *dims], from the ranks before.
+
+        crossing: [P - 1], whether a document crosses the cut after each rank; same on all ranks.
+        entry: [G, HV, *dims] states that enter where no rank is before; given on all ranks or on
+            none. tag: named in errors.
+        """
+        return self._exchange([span], crossing, tag, entry, reverse=False)[0]
+
+    def suffix(
+        self,
+        span: Span,
+        crossing: Sequence[bool],
+        tag: Tag | None = None,
+        entry: State | None = None,
+    ) -> State:
+        """The gradients that leave every segment's end, from the ranks after.
+
+        As `prefix` in reversed order of ranks and segments; the caller transposes M. The result is
+        in the span's own order.
+        """
+        return self._exchange([span], crossing, tag, entry, reverse=True)[0]
+
+    def prefix_all(
+        self,
+        spans: Sequence[Span],
+        crossing: Sequence[bool],
+        tag: Tag | None = None,
+        entry: State | None = None,
+    ) -> list[State]:
+        """`prefix` of all virtual ranks of a LocalHeap in one launch.
+
+        Spans have the same number of segments; where their tensors lie behind each other they are
+        used in place, else copied together. entry: the same for every line of ranks.
+        """
+        return self._exchange(spans, crossing, tag, entry, reverse=False)
+
+    def suffix_all(
+        self,
+        spans: Sequence[Span],
+        crossing: Sequence[bool],
+        tag: Tag | None = None,
+        entry: State | None = None,
+    ) -> list[State]:
+        """`suffix` of all virtual ranks of a LocalHeap in one launch."""
+        return self._exchange(spans, crossing, tag, entry, reverse=True)
+
+    def check(self) -> None:
+        """Wait for this device's exchanges; raise ExchangeTimeout if a wait expired on some rank.
+
+        Every rank that calls it gets the error. The next exchange then starts anew: all ranks meet
+        in the heap's barrier first.
+        """
+        for workspace in self.workspaces.values():
+            for reverse in (False, True):
+                if workspace.alarm(reverse):
+                    self._failed = True
+                    raise self._timeout_error(workspace, reverse)
+
+    def restart(self) -> None:
+        """Forget an exchange that failed; all ranks call it, and `prefix` does where it must."""
+        self.heap.barrier()
+        for workspace in self.workspaces.values():
+            workspace.clear()
+        self.heap.barrier()
+        self._failed = False
+
+    @torch.no_grad()
+    def _exchange(
+        self,
+        spans: Sequence[Span],
+        crossing: Sequence[bool],
+        tag: Tag | None,
+        entry: State | None,
+        reverse: bool,
+    ) -> list[State]:
+        self._check_spans(spans, crossing)
+        signature = signature_of(spans[0], entry is not None)
+        check_entry(signature, spans[0], entry)
+        for span in spans[1:]:
+            if signature_of(span, entry is not None) != signature:
+                raise ShardingError("spans of virtual ranks differ in shape or in the kind of M")
+        if self._failed:
+            self.restart()
+        workspace = self._workspace(signature)
+        self._tags[reverse] = str(tag) if tag is not None else ""
+        ranks = range(self.heap.size) if isinstance(self.heap, LocalHeap) else [self.heap.rank]
+        assert self.nodes is not None
+        places = [
+            Place.of(rank, home, crossing, self.nodes, span.place(), reverse)
+            for home, (rank, span) in enumerate(zip(ranks, spans, strict=True))
+        ]
+        given = [_arguments(spans, i, entry) for i in range(len(signature.states))]
+        composed = spans[0].segments >= COMPOSE_FROM
+        workspace.launch(places[::-1] if reverse else places, given, composed)
+        out = [arguments["entering"] for arguments in given]
+        return [tuple(whole[home] for whole in out) for home in range(len(spans))]
+
+    def _check_spans(self, spans: Sequence[Span], crossing: Sequence[bool]) -> None:
+        expected = self.heap.size if isinstance(self.heap, LocalHeap) else 1
+        if len(spans) != expected:
+            raise ShardingError(
+                f"{len(spans)} spans for a heap that plays {expected} rank(s): a LocalHeap wants "
+                "prefix_all with a span for every virtual rank, other heaps prefix with one"
+            )
+        if len(crossing) != self.heap.size - 1:
+            raise ShardingError(
+                f"crossing has {len(crossing)} entries, expected {self.heap.size - 1}, one for "
+                f"every cut between the {self.heap.size} ranks"
+            )
+        if len({span.segments for span in spans}) > 1:
+            raise ShardingError("virtual ranks have different numbers of segments; expected one")
+        for span in spans:
+            check_span(span, self.heap.device)
+
+    def _workspace(self, signature: Signature) -> Workspace:
+        found = self.workspaces.get(signature)
+        if found is None:
+            found = self.workspaces[signature] = self._make(signature)
+        return found
+
+    def _make(self, signature: Signature) -> Workspace:
+        assert self.nodes is not None and self.dialect is not None
+        staging = self.dialect != "p2p"
+        first = Layout.of(signature, self.strategy, self.heap.size, self.nodes, staging)
+        layouts = (first, first.moved_by(first.nbytes))
+        label = f"exchange by {self.strategy} ({self.dialect}) of {signature}"
+        block = self.heap.allocate(label, 2 * first.nbytes)
+        blocks = (block,) if isinstance(block, Block) else block.parts
+        memory = Memory(tuple(part.local for part in blocks), block.bases)
+        if not self._looks:
+            self._looks = looks_per_second(self.heap.device)
+        limit = min(max(64, int(self.timeout * self._looks)), 2**31 - 1)
+        programs = self._programs(sum(first.panels), len(blocks))
+        return Workspace.make(
+            signature, layouts, memory, self.dialect, programs, limit, self.delay_ns
+        )
+
+    def _programs(self, panels: int, homes: int) -> int:
+        if self.programs is not None:
+            return max(1, min(panels, self.programs))
+        if self.heap.device.type != "cuda":
+            return min(panels, 8)
+        processors = torch.cuda.get_device_properties(self.heap.device).multi_processor_count
+        return min(panels, max(1, processors // homes))
+
+    def _timeout_error(self, workspace: Workspace, reverse: bool) -> ExchangeTimeout:
+        records = _settled(workspace, reverse)
+        direction = "suffix" if reverse else "prefix"
+        ranks = getattr(getattr(self.heap, "meeting", None), "ranks", None)
+        name = ranks.name if ranks is not None else "rank {}".format
+        late = late_rank(records)
+        tag = f" ({self._tags[reverse]})" if self._tags.get(reverse) else ""
+        return ExchangeTimeout(
+            f"{name(late)} did not come in time ({self.timeout:g} s) to an exchange{tag}:\n"
+            f"{describe(records, self.strategy, direction, name)}\n"
+            f"all ranks must make the same calls; if {name(late)} only computed longer, raise "
+            "timeout="
+        )
+
+
+def signature_of(span: Span, entry: bool) -> Signature:
+    """What a workspace is made for."""
+    lanes = prod(span.states[0].local.shape[1:3])
+    return Signature(lanes, tuple(state.form() for state in span.states), entry)
+
+
+def check_span(span: Span, device: torch.device) -> None:
+    """ShardingError unless all tensors of a span are fp32, contiguous, here, and fit together."""
+    first = span.states[0].local
+    for number, state in enumerate(span.states):
+        expected: dict[str, tuple[int, ...]] = {"local": (*first.shape[:3], *state.local.shape[3:])}
+        if state.decay is not None:
+            expected["decay"] = (*first.shape[:3], *state.decay.shape[3:])
+        if state.matrix is not None:
+            rows = state.local.shape[3]
+            expected["matrix"] = (*first.shape[:3], rows, rows)
+        for name, shape in expected.items():
+            tensor: Tensor = getattr(state, name)
+            fine = tensor.dtype == torch.float32 and tensor.is_contiguous()
+            if not fine or tensor.device != device or tuple(tensor.shape) != shape:
+                raise ShardingError(
+                    f"state {number}: {name} is {tensor.dtype} {list(tensor.shape)} on "
+                    f"{tensor.device}, contiguous: {tensor.is_contiguous()}; expected contiguous "
+                    f"float32 {list(shape)} on {device}"
+                )
+    if first.shape[0] < 1:
+        raise ShardingError("a span has no segments; an empty shard is one identity segment")
+
+
+def check_entry(signature: Signature, span: Span, entry: State | None) -> None:
+    """ShardingError unless the entry states fit the span's."""
+    if entry is None:
+        return
+    expected = [(state.local.shape[1:], torch.float32) for state in span.states]
+    if [(t.shape, t.dtype) for t in entry] != expected:
+        got = [(list(t.shape), t.dtype) for t in entry]
+        raise ShardingError(
+            f"entry states are {got}, expected {[(list(s), d) for s, d in expected]}"
+        )
+
+
+def _arguments(spans: Sequence[Span], index: int, entry: State | None) -> dict[str, Tensor]:
+    """Tensors of one state by the kernel's names, stacked by rank; the result among them."""
+    states = [span.states[index] for span in spans]
+    given = {"local": stacked([state.local for state in states])}
+    if states[0].decay is not None:
+        given["decay"] = stacked([_present(state.decay) for state in states])
+    if states[0].matrix is not None:
+        given["matrix"] = stacked([_present(state.matrix) for state in states])
+    if entry is not None:
+        shape = (len(spans), *entry[index].shape)
+        given["entry"] = entry[index].expand(shape).contiguous()
+    given["entering"] = torch.empty_like(given["local"])
+    return given
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors behind each other in memory: in place if they lie so, else a copy."""
+    first, each = tensors[0], tensors[0].numel() * tensors[0].element_size()
+    start, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    in_place = all(
+        t.data_ptr() == start + i * each and t.untyped_storage().data_ptr() == storage
+        for i, t in enumerate(tensors)
+    )
+    if in_place:
+        return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(list(tensors))
+
+
+def _present(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise ShardingError("spans of virtual ranks differ in the kind of M")
+    return tensor
+
+
+def _settled(workspace: Workspace, reverse: bool) -> list[Record]:
+    """The records, once no new ones have come for a moment."""
+    records: list[Record] = []
+    changed = time.monotonic()
+    while time.monotonic() - changed < SETTLE_SECONDS:
+        found: Any = workspace.records(reverse)
+        if found != records:
+            records, changed = found, time.monotonic()
+        time.sleep(0.01)
+    return records
