@@ -77,8 +77,8 @@ class Span:
         live = self.segments if self.live is None else self.live
         if not 0 <= live <= self.segments or (not self.reset and live != self.segments):
             raise ShardingError(
-                f"a span of {self.segments} segments, reset {self.reset}, has live {live}; expected "
-                "0 to S, and S where no document starts inside"
+                f"a span of {self.segments} segments, reset {self.reset}, has live {live}; "
+                "expected 0 to S, and S where no document starts inside"
             )
         return self.reset, live, self.segments
 
