@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
+from flexla_dist.compiler.executor.tables import device_zeros
 from flexla_dist.errors import DoubleBackwardError, TransformError
 
 States = tuple[Tensor, ...]
@@ -67,7 +68,7 @@ class Call:
     def of(problem: Problem) -> Call:
         """Take the tensors of a problem apart."""
         names = (*problem.inputs, *problem.params)
-        bare = _with_tensors(problem, {}, {})
+        bare = problem.with_tensors({}, {})
         return Call(bare, names, len(problem.inputs))
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Problem:
@@ -75,13 +76,7 @@ class Call:
         named = dict(zip(self.names, tensors, strict=True))
         inputs = {name: named[name] for name in self.names[: self.num_inputs]}
         params = {name: named[name] for name in self.names[self.num_inputs :]}
-        return _with_tensors(self.problem, inputs, params)
-
-
-def _with_tensors(
-    problem: Problem, inputs: dict[str, Tensor], params: dict[str, Tensor]
-) -> Problem:
-    return replace(problem, inputs=inputs, params=params)
+        return self.problem.with_tensors(inputs, params)
 
 
 # -- what is refused, and what is switched off ------------------------------------------------
@@ -237,9 +232,9 @@ def output_seed(problem: Outline, gradient: Tensor | None) -> Tensor:
 
 
 def exit_seeds(entry: States, gradients: Sequence[Tensor | None]) -> States:
-    """The gradients of the exit states; zero where none arrived."""
+    """The gradients of the exit states; zeros that nobody writes where none arrived."""
     return tuple(
-        torch.zeros(state.shape, dtype=state.dtype, device=state.device)
+        device_zeros(tuple(state.shape), state.dtype, state.device)
         if gradient is None
         else gradient.contiguous()
         for state, gradient in zip(entry, gradients, strict=True)

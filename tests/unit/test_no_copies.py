@@ -20,7 +20,8 @@ from .compiled import graphs_of
 pytest.importorskip("triton")
 
 from flexla_dist.compiler import aot
-from flexla_dist.compiler.executor import triton_run
+from flexla_dist.compiler.executor import rooms
+from flexla_dist.compiler.executor.tables import Table
 
 META = torch.device("meta")
 READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -63,12 +64,17 @@ class Watch(TorchDispatchMode):
         self.made.append(table)
         return table
 
+    def stored(self, numbers: Sequence[int], device: torch.device) -> Table:
+        """The same, for a launch plan."""
+        return Table((tuple(numbers), device, torch.int32), self.table(numbers, device))
+
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     watch = Watch()
-    for module in (layout, segments, triton_run):
+    for module in (layout, segments):
         monkeypatch.setattr(module, "device_table", watch.table)
+    monkeypatch.setattr(rooms, "found_table", watch.stored)
     return watch
 
 

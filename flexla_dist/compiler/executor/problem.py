@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.layout import ChunkLayout
+from flexla_dist.compiler.executor.tables import device_zeros
 from flexla_dist.compiler.trace.stages import LOG_SCALE
 from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.shapes import UNIT_DIM, Dims
@@ -85,7 +86,7 @@ class Outline:
     def entry_state(self, initial: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         """The given initial state checked and in the compute dtype, or zeros."""
         if initial is None:
-            return self.zero_state()
+            return self._blank_state()
         if not isinstance(initial, Tensor | tuple | list):
             raise ArgumentTypeError(
                 f"{self.spec.name}: initial_state is {type(initial).__name__}; expected a tensor "
@@ -101,6 +102,15 @@ class Outline:
         for name, state in zip(names, given, strict=True):
             self._check_state(name, state)
         return tuple(state.to(self.compute_dtype).contiguous() for state in given)
+
+    def _blank_state(self) -> tuple[Tensor, ...]:
+        """`zero_state` that nobody writes to; shared where it is zeros."""
+        if self.spec.log_scaled is not None or not self.most_chunks:
+            return self.zero_state()
+        return tuple(
+            device_zeros(self.state_shape(name), self.compute_dtype, self.device)
+            for name in self.state_names
+        )
 
     def _check_state(self, name: str, state: Tensor) -> None:
         if not isinstance(state, Tensor):
@@ -122,11 +132,41 @@ class Outline:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Problems of equal shapes, dtypes and documents on one device; equal only to itself.
+
+    `sizes` is what problems of other B and T have in common with it.
+    """
+
+    sizes: tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Problem(Outline):
-    """Checked arguments of one call."""
+    """Checked arguments of one call; `family` is made unless it is given."""
 
     inputs: Mapping[str, Tensor]
     params: Mapping[str, Tensor]
     scalars: Mapping[str, float]
     layout: ChunkLayout
+    family: Family = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.family is None:
+            sizes = (tuple(self.sizes.items()), self.output_dtype, self.device.type)
+            object.__setattr__(self, "family", Family(sizes))
+
+    def with_tensors(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        scalars: Mapping[str, float] | None = None,
+    ) -> Problem:
+        """A problem of the same family: tensors of the same shapes, dtypes and device."""
+        made = object.__new__(Problem)
+        made.__dict__.update(self.__dict__)
+        made.__dict__["inputs"], made.__dict__["params"] = inputs, params
+        if scalars is not None:
+            made.__dict__["scalars"] = scalars
+        return made

@@ -22,12 +22,14 @@ from flexla_dist.compiler.build import load_module, module_text
 from flexla_dist.compiler.emit.kernel import Emitted, emit_kernel
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
+from flexla_dist.compiler.executor.launch import interpreting
+from flexla_dist.compiler.executor.planning import Arguments, Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
 from flexla_dist.compiler.executor.torch_executor import TorchExecutor
-from flexla_dist.compiler.executor.triton_run import TritonRun, interpreting
-from flexla_dist.compiler.pipeline import GRAD_OUTPUT, Graphs
+from flexla_dist.compiler.executor.triton_run import Plan, run
+from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.compiler.schedule import (
     Kernel,
     Schedule,
@@ -40,6 +42,7 @@ from flexla_dist.errors import ExecutorError
 States = tuple[Tensor, ...]
 Result = TypeVar("Result")
 MAX_SHRINK = 4
+MOST_PLANS = 256  # plans kept; the oldest goes
 PROGRAMS_PER_PROCESSOR = {"unfused": 1, "fused": 2}
 LEAST_SEGMENTS = 4  # fewer cost more in passes over the chunks than they bring
 
@@ -75,6 +78,7 @@ class TritonExecutor:
         )
         self._batched = TorchExecutor(graphs)
         self._shrink: dict[Any, int] = {}
+        self._plans: dict[Any, Plan] = {}
         self.segment_chunks: int | None = None  # chunks of a segment; None chooses
         self.plan = self._default_plan()  # of the forward pass, "fused" or "unfused"
 
@@ -131,14 +135,13 @@ class TritonExecutor:
     def forward(self, problem: Problem, entry: States) -> ForwardResult:
         """Outputs and exit states from the states that enter each document."""
 
+        arguments = Arguments(entry)
+
         def once(shrink: int) -> ForwardResult:
-            run = TritonRun(self, problem, "forward", entry, shrink=shrink)
-            output = torch.empty(
-                problem.output_shape(), dtype=problem.output_dtype, device=problem.device
-            )
-            run.memory["output_ptr"] = output
-            run.launch_all()
-            return ForwardResult(output, run.leaving("state"), run.saved())
+            plan, slots = self._run(problem, "forward", arguments, shrink)
+            found = [slots[slot] for slot in plan.results]
+            states = 1 + len(self.state_names)
+            return ForwardResult(found[0], tuple(found[1:states]), tuple(found[states:]))
 
         return self._fitting(problem, "forward", once)
 
@@ -151,16 +154,33 @@ class TritonExecutor:
         grad_exit: States,
     ) -> Gradients:
         """Gradients of inputs, parameters and entry states."""
+        arguments = Arguments(entry, (grad_output,), grad_exit, saved)
 
         def once(shrink: int) -> Gradients:
-            run = TritonRun(self, problem, "backward", entry, grad_exit, saved, shrink)
-            run.memory[f"{GRAD_OUTPUT}_ptr"] = grad_output.contiguous()
-            run.launch_all()
-            inputs = {name: run.input_gradient(name) for name in problem.inputs}
-            params = {name: run.param_gradient(name) for name in problem.params}
-            return Gradients(inputs, params, run.leaving("grad_next"))
+            plan, slots = self._run(problem, "backward", arguments, shrink)
+            found = [slots[slot] for slot in plan.results]
+            states, inputs = len(self.state_names), len(problem.inputs)
+            named = zip(problem.inputs, found[states : states + inputs], strict=True)
+            rest = zip(problem.params, found[states + inputs :], strict=True)
+            return Gradients(dict(named), dict(rest), tuple(found[:states]))
 
         return self._fitting(problem, "backward", once)
+
+    def _run(
+        self, problem: Problem, direction: str, arguments: Arguments, shrink: int
+    ) -> tuple[Plan, list[Any]]:
+        """Run the plan of a call: made once for equal shapes, dtypes and documents."""
+        extra = arguments.tensors
+        kinds = [x.dtype for x in extra]
+        key = (problem.family, direction, shrink, self.plan, self.segment_chunks, *kinds)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = Planner(self, problem, direction, arguments, shrink).plan()
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)), None)
+            self._plans[key] = plan
+        given = (*problem.inputs.values(), *problem.params.values(), *extra)
+        return plan, run(plan, given, problem.scalars, problem.device)
 
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
         """Shapes that hold what `forward` saves: states entering the segments, M of each."""
@@ -200,7 +220,7 @@ class TritonExecutor:
 
     def _fitting(self, problem: Problem, direction: str, once: Callable[[int], Result]) -> Result:
         """Run with the largest column tiles whose kernels fit the device; remembered by sizes."""
-        key = (direction, tuple(problem.sizes.items()), problem.output_dtype, problem.device.type)
+        key = (direction, problem.family.sizes)
         shrink = self._shrink.get(key, 0)
         while True:
             try:

@@ -1,415 +1,195 @@
-"""Memory and launches of one direction of one call on the triton executor.
+"""Runs a launch plan: memory and launches of one direction of one call on the triton executor.
 
-Contract: made, used and dropped within a call. `memory` maps the pointer names of the generated
-kernels to tensors; scans run once, or, cut into segments, from zero, folded, and again (see
-`segments`).
+Contract: a plan (made by `planning`) is a list of steps over numbered slots, the same for all calls
+of equal shapes, dtypes and documents. A slot holds a tensor: an argument, a table, a result, or a
+block of memory for values between kernels with equal lives. A block is made before the first kernel
+that writes into it and dropped after the last one that reads it. Nothing of a call stays in a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from flexla_dist.compiler.executor import launch as launching
-from flexla_dist.compiler.executor.launch import Launch, interpreting, power_of_two
-from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.executor.segments import (
-    Segments,
-    cut,
-    fold,
-    fold_reverse,
-    segment_decays,
-    select_rows,
-)
-from flexla_dist.compiler.executor.tables import device_table
-from flexla_dist.compiler.schedule import LOOPS, Kernel
-from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
+from flexla_dist.compiler.executor.direct import Direct, current_stream, direct, watched
+from flexla_dist.compiler.executor.tables import Table, device_zeros, use_tables
 
-if TYPE_CHECKING:
-    from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor
-
-States = tuple[Tensor, ...]
-__all__ = ["TritonRun", "interpreting"]
+BLOCK_ITEM = 4  # bytes of a number of a block: float32, so that poisoned memory is seen
+ALIGNMENT = 16  # what Triton specialises pointers on
 
 
-def _packed_like(x: Tensor) -> Tensor:
-    """Memory for a kernel's result of the shape of x, whatever the strides of x."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+class Place(NamedTuple):
+    """Where a tensor lies: a whole slot, or with `shape` a part of a block at a byte offset."""
+
+    slot: int
+    offset: int = 0
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
 
-class TritonRun:
-    """One direction of one call."""
+class Frame:
+    """The slots of one run. `plain` launches go through Triton's binder."""
 
-    def __init__(
-        self,
-        executor: TritonExecutor,
-        problem: Problem,
-        direction: str,
-        entry: States,
-        grad_exit: States | None = None,
-        saved: States = (),
-        shrink: int = 0,
-    ):
-        self.executor, self.problem, self.direction = executor, problem, direction
-        self.shrink = shrink
-        forward = direction == "forward"
-        self.schedule = executor.forward_schedule if forward else executor.backward_schedule
-        self.gates = executor.gates(direction)
-        launching.check_sizes(problem, self.schedule.column)
-        layout = problem.layout
-        self.tile_c = max(launching.MIN_TILE, layout.chunk_size)
-        self.lanes = 1 if layout.packed else problem.batch
-        self.chunks_per_lane = len(layout.chunks)
-        self.num_chunks = self.lanes * self.chunks_per_lane
-        self.uneven = self._uneven_dims()
-        self.segments = self._choose_segments()
-        self.memory: dict[str, Tensor] = {}
-        self.maps: dict[str, Tensor] = {}
-        self.entering: dict[str, Tensor] = {}
-        self._take_saved(saved)
-        self._add_arguments(entry, grad_exit)
+    __slots__ = ("addresses", "device", "plain", "scalars", "slots", "stream")
 
-    def _uneven_dims(self) -> frozenset[str]:
-        sizes = self.problem.sizes
-        uneven = {dim for dim, size in sizes.items() if size != power_of_two(size)}
-        if any(t.has_matrix for t in self.executor.graphs.transitions.values()) and uneven:
-            uneven.add(self.schedule.column)  # M is scanned with as many columns as rows
-        return frozenset(uneven)
+    def __init__(self, size: int, device: torch.device, scalars: Mapping[str, float]):
+        self.slots: list[Any] = [None] * size
+        self.addresses = [0] * size
+        self.device, self.scalars = device, scalars
+        self.stream, self.plain = 0, False
 
-    # -- segments -----------------------------------------------------------------------------
+    def put(self, slot: int, x: Tensor) -> None:
+        """Fill a slot."""
+        self.slots[slot] = x
+        address = self.addresses[slot] = x.data_ptr()
+        if address % ALIGNMENT:
+            self.plain = True
 
-    def _choose_segments(self) -> Segments | None:
-        """Segments of the scans; None where documents alone fill the device."""
-        cutting = self.executor.cutting(self.problem)
-        if cutting is None:
-            return None
-        segments = cut(self.problem.layout, cutting.length(self.num_chunks))
-        return segments if segments.count > self.problem.num_sequences else None
+    def tensor(self, place: Place) -> Tensor:
+        """The tensor of a place."""
+        x = self.slots[place.slot]
+        if place.shape is None:
+            return x
+        assert place.dtype is not None
+        count = 1
+        for size in place.shape:
+            count *= size
+        first = place.offset // BLOCK_ITEM
+        length = -(-count * place.dtype.itemsize // BLOCK_ITEM)
+        return x[first : first + length].view(place.dtype)[:count].view(place.shape)
 
-    def saved(self) -> States:
-        """States entering the segments and M of each segment, for backward."""
-        names = self.executor.state_names
-        return (
-            *(self.entering[n] for n in names if n in self.entering),
-            *(self.maps[n] for n in names if n in self.maps),
-        )
 
-    def _take_saved(self, saved: States) -> None:
-        if self.segments is None or not saved:
+class Step(Protocol):
+    """One step of a plan."""
+
+    def __call__(self, frame: Frame) -> None:
+        """Do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Memory whose contents are to be written."""
+
+    slot: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, frame: Frame) -> None:
+        frame.put(self.slot, torch.empty(self.shape, dtype=self.dtype, device=frame.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """Zeros that are only read."""
+
+    slot: int
+    shape: tuple[int, ...]
+
+    def __call__(self, frame: Frame) -> None:
+        frame.put(self.slot, device_zeros(self.shape, torch.float32, frame.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Slots that no later step reads."""
+
+    slots: tuple[int, ...]
+
+    def __call__(self, frame: Frame) -> None:
+        for slot in self.slots:
+            frame.slots[slot] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """PyTorch operations on tensors."""
+
+    function: Callable[..., Tensor]
+    sources: tuple[Place, ...]
+    slot: int
+
+    def __call__(self, frame: Frame) -> None:
+        frame.put(self.slot, self.function(*[frame.tensor(place) for place in self.sources]))
+
+
+@dataclass(slots=True)
+class Launch:
+    """One kernel: `numbers` are run-time numbers or names of scalars of the call."""
+
+    function: Any
+    grid: tuple[int, int]
+    places: tuple[Place, ...]
+    numbers: tuple[int | str, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+    again: Direct | None = field(default=None, init=False)
+    parts: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = tuple((place.slot, place.offset) for place in self.places)
+
+    def __call__(self, frame: Frame) -> None:
+        scalars = frame.scalars
+        numbers = [scalars[n] if type(n) is str else n for n in self.numbers]
+        again = self.again
+        if again is None or frame.plain:
+            pointers = [frame.tensor(place) for place in self.places]
+            kernel = self.function[self.grid](*pointers, *numbers, **self.constants, **self.options)
+            if not frame.plain:
+                self.again = direct(self.function, kernel, self.grid, self.constants)
             return
-        names = self.executor.state_names
-        rows = [x[: self.segments.count] for x in saved]
-        self.entering = dict(zip(names, rows, strict=False))
-        self.maps = dict(zip(self.executor.mapped_states, rows[len(names) :], strict=True))
+        addresses = frame.addresses
+        again(frame.stream, [*[addresses[i] + at for i, at in self.parts], *numbers])
 
-    # -- arguments ----------------------------------------------------------------------------
 
-    def _add_arguments(self, entry: States, grad_exit: States | None) -> None:
-        problem = self.problem
-        for name, x in (*problem.inputs.items(), *problem.params.items()):
-            self.memory[f"{name}_ptr"] = x.contiguous()
-        for name, state in zip(self.executor.state_names, entry, strict=True):
-            self.memory[f"enter_state_{name}_ptr"] = state.contiguous()
-            self.memory[f"leave_state_{name}_ptr"] = _packed_like(state)
-        for name, g in zip(self.executor.state_names, grad_exit or (), strict=False):
-            self.memory[f"enter_grad_next_{name}_ptr"] = g.contiguous()
-            self.memory[f"leave_grad_next_{name}_ptr"] = _packed_like(g)
-        unread = torch.zeros(1, dtype=torch.int32, device=problem.device)
-        names = ("chunk_start", "chunk_length", "document_chunk", "document_start")
-        self.memory.update(dict.fromkeys(names, unread))
-        layout = problem.layout
-        if layout.packed:
-            self.memory["chunk_start"] = self._table([c.start for c in layout.chunks])
-            self.memory["chunk_length"] = self._table([c.length for c in layout.chunks])
-        if layout.packed or self.segments is not None:
-            spans = self.segments or cut(layout, max(len(layout.chunks), 1))
-            self.memory["document_chunk"] = self._table(spans.chunks)
-            self.memory["document_start"] = self._table(spans.starts)
+@dataclass(frozen=True)
+class Plan:
+    """Steps of one direction.
 
-    def _table(self, values: tuple[int, ...] | list[int]) -> Tensor:
-        return device_table(values, self.problem.device)
+    `given` has for each argument the number of rows that count (None: all), arguments fill the
+    first slots. `results` are the slots of the results, in the planner's order.
+    """
 
-    # -- launches -----------------------------------------------------------------------------
+    size: int
+    given: tuple[int | None, ...]
+    tables: tuple[tuple[int, Table], ...]
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
 
-    def launch_all(self) -> None:
-        """Run every kernel in order."""
-        if self.num_chunks == 0:
-            self._nothing_to_do()
-            return
-        for built in self.executor.built(self.direction, self.uneven):
-            kind = built.kernel.kind
-            if kind == "chunk":
-                self.launch(built)
-            elif kind == "decays":
-                self._decays(built)
-            elif kind == "map":
-                self._map(built)
-            elif kind == "summary":
-                self._summarise(built)
-            else:
-                self._loop(built, "state" if kind == "scan" else "grad_next")
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The kernels in order."""
+        return tuple(step for step in self.steps if isinstance(step, Launch))
 
-    def _nothing_to_do(self) -> None:
-        """A call without tokens: states pass through."""
-        for name in self.executor.state_names:
-            for kind in ("state", "grad_next"):
-                if f"enter_{kind}_{name}_ptr" in self.memory:
-                    entering = self.memory[f"enter_{kind}_{name}_ptr"]
-                    self.memory[f"leave_{kind}_{name}_ptr"] = entering.clone()
 
-    def _decays(self, built: Built) -> None:
-        if self.segments is None:
-            return
-        self.launch(built)
-        for name in built.kernel.stores:
-            chunks = self.memory[f"{name}_ptr"][0]
-            dims = built.kernel.stores[name].meta["dims"]
-            shape = (1 if d == UNIT_DIM else self.problem.size(d) for d in dims)
-            chunks = chunks.reshape(self.num_chunks, self.problem.heads, *shape)
-            self.maps[name.removeprefix("decay_")] = segment_decays(chunks, self.segments)
+def run(
+    plan: Plan, arguments: Sequence[Tensor], scalars: Mapping[str, float], device: torch.device
+) -> list[Any]:
+    """The slots after all steps."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _run(plan, arguments, scalars, device)
+    return _run(plan, arguments, scalars, device)
 
-    def _map(self, built: Built) -> None:
-        """M of every segment: the scan of M alone, from the identity."""
-        if self.segments is None:
-            return
-        override: dict[str, Tensor] = {}
-        for node in built.kernel.carried:
-            key = node.meta["key"]
-            rows = self.problem.size(node.meta["dims"][0])
-            eye = torch.eye(rows, device=self.problem.device)
-            shape = (self.segments.count, self.problem.heads, rows, rows)
-            override[f"enter_{key}_ptr"] = eye.expand(shape).contiguous()
-            override[f"leave_{key}_ptr"] = torch.empty(shape, device=self.problem.device)
-            override[f"{key}_ptr"] = override[f"leave_{key}_ptr"]
-            columns = rows
-        self.launch(built, override, keep=False, columns=columns)
-        for node in built.kernel.carried:
-            key = node.meta["key"]
-            self.maps[key.removeprefix("state_")] = override[f"leave_{key}_ptr"]
 
-    def _loop(self, built: Built, kind: str) -> None:
-        """A scan over all chunks, whole or in segments."""
-        if self.segments is None:
-            self.launch(built)
-            return
-        keys = [node.meta["key"] for node in built.kernel.carried]
-        enter = {key: self.memory[f"enter_{key}_ptr"] for key in keys}
-        known = kind == "state" and bool(self.entering)
-        entering = dict(self.entering) if known else self._fold_segments(built, kind, keys, enter)
-        if kind == "state":
-            self.entering = entering
-        leave = {key: self._segment_states(enter[key]) for key in keys}
-        override = {f"enter_{key}_ptr": entering[key.removeprefix(f"{kind}_")] for key in keys}
-        override |= {f"leave_{key}_ptr": leave[key] for key in keys}
-        self.launch(built, override)
-        for key in keys:
-            self._take_exit(key, leave[key], kind)
-
-    def _summarise(self, built: Built) -> None:
-        """States entering the segments, by a scan of its own."""
-        if self.segments is None:
-            return
-        keys = [node.meta["key"] for node in built.kernel.carried]
-        enter = {key: self.memory[f"enter_{key}_ptr"] for key in keys}
-        self.entering = self._fold_segments(built, "state", keys, enter)
-
-    def _segment_states(self, like: Tensor) -> Tensor:
-        assert self.segments is not None
-        return torch.empty(
-            (self.segments.count, *like.shape[1:]), dtype=like.dtype, device=like.device
-        )
-
-    def _fold_segments(
-        self, built: Built, kind: str, keys: list[str], enter: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        assert self.segments is not None
-        override: dict[str, Tensor] = {}
-        for key in keys:
-            local = self._segment_states(enter[key])
-            override[f"enter_{key}_ptr"] = torch.zeros_like(local)
-            override[f"leave_{key}_ptr"] = local
-            override[f"{key}_ptr"] = local
-        self.launch(built, override, keep=False)
-        out = {}
-        for key in keys:
-            name = key.removeprefix(f"{kind}_")
-            dense = self.executor.graphs.transitions[name].has_matrix
-            found = self.maps.get(name)
-            folded = fold if kind == "state" else fold_reverse
-            out[name] = folded(
-                override[f"leave_{key}_ptr"],
-                None if dense else found,
-                found if dense else None,
-                enter[key],
-                self.segments,
-            )
-        return out
-
-    def _take_exit(self, key: str, leave: Tensor, kind: str) -> None:
-        """States that leave documents: of their last segment, or first for gradients."""
-        assert self.segments is not None
-        documents = self.segments.documents
-        order = range(len(documents)) if kind == "state" else range(len(documents) - 1, -1, -1)
-        last = {documents[i]: i for i in order}
-        rows = [last[d] for d in range(self.problem.num_sequences)]
-        self.memory[f"leave_{key}_ptr"] = leave[select_rows(rows, leave.device)].contiguous()
-
-    def launch(
-        self,
-        built: Built,
-        override: Mapping[str, Tensor] | None = None,
-        keep: bool = True,
-        columns: int | None = None,
-    ) -> None:
-        """Run one kernel; `override` replaces memory, `columns` the size of the column dim."""
-        kernel = built.kernel
-        launch = self.configuration(kernel)
-        tiles = self.tiles(kernel, launch, columns)
-        looping = kernel.kind in LOOPS
-        rows = launching.row_tiles(self.problem, kernel)
-        if kernel.kind != "map":
-            self._allocate(built, tiles)
-        memory = {**self.memory, **(override or {})}
-        pointers = [memory[name] for name in built.emitted.pointers]
-        numbers = [self.number(name) for name in built.emitted.numbers]
-        constants = {
-            name: self.constant(name, kernel, launch, tiles, keep, columns)
-            for name in built.emitted.constants
-        }
-        units = self.num_chunks
-        if looping:
-            units = self.segments.count if self.segments else self.problem.num_sequences
-        built.function[(units * tiles * rows, self.problem.heads)](
-            *pointers,
-            *numbers,
-            **constants,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
-
-    # -- launch arguments ---------------------------------------------------------------------
-
-    def configuration(self, kernel: Kernel) -> Launch:
-        """Tile, warps and stages of a kernel."""
-        return launching.configuration(self.problem, self.schedule, kernel, self.shrink)
-
-    def tiles(self, kernel: Kernel, launch: Launch, columns: int | None = None) -> int:
-        """Number of column tiles of a kernel; one where it has no columns."""
-        return launching.column_tiles(self.problem, self.schedule, kernel, launch, columns)
-
-    def number(self, name: str) -> float | int:
-        """A run-time number of a launch."""
-        problem = self.problem
-        known = {
-            "T": problem.tokens,
-            "chunks_per_lane": self.chunks_per_lane,
-            "num_chunks": self.num_chunks,
-            "num_tokens": problem.batch * problem.tokens,
-        }
-        return known[name] if name in known else problem.scalars[name]
-
-    def constant(
-        self,
-        name: str,
-        kernel: Kernel,
-        launch: Launch,
-        tiles: int,
-        keep: bool = True,
-        columns: int | None = None,
-    ) -> Any:
-        """A constexpr of a launch."""
-        problem = self.problem
-        column = self.schedule.column
-        if name.startswith("size_"):
-            dim = name.removeprefix("size_")
-            return columns if columns and dim == column else problem.size(dim)
-        if name == "tile_C":
-            return self.tile_c
-        if name.startswith("tile_"):
-            dim = name.removeprefix("tile_")
-            size = columns if columns and dim == column else problem.size(dim)
-            tile = power_of_two(size)
-            if dim == kernel.row_dim:
-                return launching.row_tile(problem, kernel)
-            return min(tile, launch.column_tile) if dim == column else tile
-        if name.startswith("heads_"):
-            return self._group_heads(name.removeprefix("heads_"))
-        packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
-        return {
-            "KEEP": keep,
-            "num_row_tiles": launching.row_tiles(self.problem, kernel),
-            "HV": problem.heads,
-            "MODE": launching.dot_mode(problem.output_dtype),
-            "PACKED": packed,
-            "num_tiles": tiles,
-        }[name]
-
-    def _group_heads(self, group: str) -> int:
-        for name, item in self.problem.spec.input_specs.items():
-            if item.group == group:
-                return int(self.problem.inputs[name].shape[2])
-        raise AssertionError(f"no input has head group {group}")
-
-    # -- memory -------------------------------------------------------------------------------
-
-    def _allocate(self, built: Built, tiles: int) -> None:
-        dtype = self.problem.output_dtype
-        for node in built.kernel.carried:
-            name = f"{node.meta['key']}_ptr"
-            if name not in self.memory and built.kernel.history:
-                self._new(name, self._block_shape(node), launching.storage_dtype(dtype))
-        for name, node in built.kernel.stores.items():
-            if f"{name}_ptr" in self.memory:
-                continue
-            sliced = tiles if name in built.emitted.sliced else 1
-            target = name.removeprefix("grad_")
-            if target in self.problem.inputs and name.startswith("grad_"):
-                self._new_gradient(name, target, sliced)
-            else:
-                kind = launching.value_dtype(name, node, self.gates, dtype)
-                self._new(f"{name}_ptr", (sliced, *self._block_shape(node)), kind)
-
-    def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.memory[name] = torch.empty(shape, dtype=dtype, device=self.problem.device)
-
-    def _new_gradient(self, name: str, target: str, sliced: int) -> None:
-        x = self.problem.inputs[target]
-        whole = sliced == 1 and x.shape[2] == self.problem.heads
-        shape = (sliced, *x.shape[:2], self.problem.heads, *x.shape[3:])
-        self._new(f"{name}_ptr", shape, x.dtype if whole else torch.float32)
-
-    def _block_shape(self, node: fx.Node) -> tuple[int, ...]:
-        return (self.num_chunks, self.problem.heads, *self._sizes(node.meta["dims"]))
-
-    def _sizes(self, dims: Dims) -> tuple[int, ...]:
-        return tuple(
-            self.tile_c if d == TOKEN_DIM else self.problem.size(d) for d in dims if d != UNIT_DIM
-        )
-
-    # -- results ------------------------------------------------------------------------------
-
-    def leaving(self, kind: str) -> States:
-        """States (or their gradients) that leave the documents."""
-        return tuple(self.memory[f"leave_{kind}_{name}_ptr"] for name in self.executor.state_names)
-
-    def input_gradient(self, name: str) -> Tensor:
-        """Gradient of an input, summed over column tiles and heads of a group."""
-        x = self.problem.inputs[name]
-        found = self.memory.get(f"grad_{name}_ptr")
-        if found is None:
-            return torch.zeros_like(x)
-        heads = x.shape[2]
-        if heads != self.problem.heads:
-            found = found.unflatten(3, (heads, self.problem.heads // heads)).sum(4)
-        return found.sum(0).to(x.dtype) if found.shape[0] != 1 else found[0].to(x.dtype)
-
-    def param_gradient(self, name: str) -> Tensor:
-        """Gradient of a per-head parameter, summed over tiles and chunks."""
-        x = self.problem.params[name]
-        found = self.memory.get(f"grad_{name}_ptr")
-        if found is None:
-            return torch.zeros_like(x)
-        return found.sum((0, 1)).to(x.dtype)
+def _run(
+    plan: Plan, arguments: Sequence[Tensor], scalars: Mapping[str, float], device: torch.device
+) -> list[Any]:
+    frame = Frame(plan.size, device, scalars)
+    frame.stream = current_stream(device)
+    frame.plain = watched()
+    for slot, (x, rows) in enumerate(zip(arguments, plan.given, strict=True)):
+        if rows is not None and x.shape[0] != rows:
+            x = x[:rows]
+        frame.put(slot, x if x.is_contiguous() else x.contiguous())
+    if plan.tables:
+        use_tables([table for _, table in plan.tables], device, frame.stream)
+        for slot, table in plan.tables:
+            frame.put(slot, table.values)
+    for step in plan.steps:
+        step(frame)
+    return frame.slots

@@ -1,0 +1,56 @@
+"""PyTorch operations between and after the kernels of a launch plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexla_dist.compiler.executor.segments import (
+    Segments,
+    fold,
+    fold_reverse,
+    segment_decays,
+    select_rows,
+)
+
+
+def input_sum(found: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """[tiles, B, T, HV, ...] to [B, T, H, ...]."""
+    if group > 1:
+        found = found.unflatten(3, (found.shape[3] // group, group)).sum(4)
+    return (found.sum(0) if found.shape[0] > 1 else found[0]).to(dtype)
+
+
+def param_sum(found: Tensor, dtype: torch.dtype) -> Tensor:
+    """[tiles, chunks, HV, ...] to [HV, ...]."""
+    return found.sum((0, 1)).to(dtype)
+
+
+def decays_of_segments(chunks: Tensor, shape: tuple[int, ...], segments: Segments) -> Tensor:
+    """M of each segment from those of the chunks."""
+    return segment_decays(chunks[0].reshape(shape), segments)
+
+
+def identities(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Identity matrices [*lead, K, K]."""
+    return torch.eye(shape[-1], device=device).expand(shape).contiguous()
+
+
+def folded(
+    local: Tensor,
+    entry: Tensor,
+    found: Tensor | None = None,
+    *,
+    reverse: bool,
+    dense: bool,
+    segments: Segments,
+) -> Tensor:
+    """States entering the segments, or gradients of those leaving; `found` is M of each."""
+    folding = fold_reverse if reverse else fold
+    decay, matrix = (None, found) if dense else (found, None)
+    return folding(local, decay, matrix, entry, segments)
+
+
+def exit_rows(leave: Tensor, rows: list[int]) -> Tensor:
+    """The states that leave the documents, of those that leave the segments."""
+    return leave[select_rows(rows, leave.device)].contiguous()
