@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MPIRUN = Path(sys.executable).parent / "mpirun"
+STOP_SECONDS = 10.0
 NO_OPENSHMEM = (
     "no OpenSHMEM here: launch/setup.sh --extra dev installs it for root on Debian and Ubuntu"
 )
@@ -82,8 +83,17 @@ def _run(words: list[str], timeout: float, interpret: bool, environment: Mapping
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = _stop(process)
         pytest.fail(f"{' '.join(words)} still ran after {timeout:g} s:\n{output}")
     assert process.returncode == 0, f"{' '.join(words)}: exit code {process.returncode}\n{output}"
     return output
+
+
+def _stop(process: subprocess.Popen[str]) -> str:
+    """Let the launcher end its processes and remove their shared memory; returns what they said."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=STOP_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
