@@ -28,10 +28,13 @@ from flexla_dist.compiler.ir.graph import Builder, Cell
 from flexla_dist.compiler.ir.operators import ShapeRuleError
 from flexla_dist.compiler.padding import prove_padding_identity
 from flexla_dist.compiler.partition import Program, partition
+from flexla_dist.compiler.passes.cuts import needs_cuts
 from flexla_dist.compiler.passes.domain import refuse_inverses
 from flexla_dist.compiler.passes.engine import Rule, rewrite
 from flexla_dist.compiler.passes.order import (
     BACKWARD_PASSES,
+    CUT_PASSES,
+    DERIVED_PASSES,
     FORWARD_PASSES,
     KERNEL_PASSES,
     UNPADDED_PASSES,
@@ -119,12 +122,15 @@ class Graphs:
     @functools.cache  # noqa: B019
     def kernel_stages(self, direction: str) -> tuple[Stage, ...]:
         """The graph of the `forward` or `backward` kernels, as derived and after each pass."""
-        if direction == "forward":
-            cell = _kernel_forward_cell(self)
-        else:
-            cell = _kernel_backward_cell(self.spec, self.cell)
+        forward = direction == "forward"
+        cell = (
+            _kernel_forward_cell(self) if forward else _kernel_backward_cell(self.spec, self.cell)
+        )
         stages = [Stage(f"kernel {direction}", cell)]
-        run_passes(cell, (*BACKWARD_PASSES, *KERNEL_PASSES), stages)
+        cell = run_passes(cell, DERIVED_PASSES if forward else BACKWARD_PASSES, stages)
+        if not forward and needs_cuts(cell, self.spec.param_specs):
+            cell = run_passes(cell, CUT_PASSES, stages)
+        run_passes(cell, KERNEL_PASSES, stages)
         return tuple(stages)
 
     @functools.cache  # noqa: B019

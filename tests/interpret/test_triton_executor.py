@@ -22,9 +22,10 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore::Deprec
 
 PLAIN = [name for name in DISTINCT if SPECS[name].log_scaled is None]
 FP32 = BOUNDS[torch.float32].output
-# Gradients that pass a sum of gates are row sums minus column sums of one [C, C] value, whose large
-# diagonals cancel, summed over all tokens: plain float32 arithmetic has this error in any order.
-CANCELLING = {"dA_log": 3e-4, "ddt_bias": 3e-4}
+# A sum over all tokens, small beside its terms. Mamba2's log decays add up to -100 in a chunk,
+# where float32 has steps of 8e-6: so far off are the decays between neighbours, and all that is
+# made of them. One case in thirteen is above 5e-6; exponents in float64 would bring it to 1e-6.
+EXPONENTS = {"dA_log": 2e-5}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def check(name: str, case: Case) -> None:
     bad = {
         key: (report.ratio, report.worst_chunk)
         for key, report in reports.items()
-        if not report.within(CANCELLING.get(key, FP32))
+        if not report.within(EXPONENTS.get(key, FP32))
     }
     assert not bad, f"{name}: errors (all, worst chunk) out of bounds: {bad}"
 
