@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexla_dist.compiler.executor.bind import bind, outline
+from flexla_dist.compiler.executor.bind import Binder, outline
 from flexla_dist.compiler.executor.layout import check_chunk_size
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.registry import default_executor, make_executor
@@ -53,6 +53,7 @@ class LinearAttentionOp:
         self.last_plan: Plan | None = None
         self._default = executor
         self._executors: dict[str, Executor] = {}
+        self._bind = Binder(self.spec, chunk_size)
         if executor is not None:
             self.executor(executor)
         self.key = custom_ops.register(self, executor)
@@ -89,7 +90,7 @@ class LinearAttentionOp:
         cu_seqlens: Tensor | Sequence[int] | None = None,
     ) -> Problem:
         """Check arguments and describe the call; see `flexla_dist.compiler.executor.bind.bind`."""
-        return bind(self.spec, inputs, params or {}, scalars or {}, cu_seqlens, self.chunk_size)
+        return self._bind(inputs, params or {}, scalars or {}, cu_seqlens)
 
     def outline(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims, nearest, whole_numbers
 from flexla_dist.spec.spec import InputSpec, LinearAttentionSpec
 
 DEFAULT_CHUNK_SIZE = 64
+MOST_KNOWN = 256  # calls of an operator that are not checked again; the oldest goes
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,6 +48,54 @@ def bind(
         scalars=_scalars(spec, scalars),
         layout=make_layout(known.batch, known.tokens, size, offsets),
     )
+
+
+class Binder:
+    """`bind` for calls again and again: arguments of shapes, dtypes and documents that were checked
+    before are not checked again, and their problems are of one family."""
+
+    def __init__(self, spec: LinearAttentionSpec, chunk_size: int | None = None):
+        self.spec, self.chunk_size = spec, chunk_size
+        self._known: dict[Any, Problem] = {}  # without tensors
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        scalars: Mapping[str, float],
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+    ) -> Problem:
+        """Check the arguments of a call and describe it; raises what `bind` raises."""
+        spec = self.spec
+        offsets = None if cu_seqlens is None else read_offsets(spec, cu_seqlens)
+        key = _signature(inputs, params, offsets)
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            return known.with_tensors(dict(inputs), dict(params), _scalars(spec, scalars))
+        made = bind(spec, inputs, params, scalars, offsets, self.chunk_size)
+        if key is not None:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.pop(next(iter(self._known)), None)
+            self._known[key] = made.with_tensors({}, {})
+        return made
+
+
+def _signature(
+    inputs: Mapping[str, Tensor], params: Mapping[str, Tensor], offsets: tuple[int, ...] | None
+) -> tuple[Any, ...] | None:
+    """What the checks of a call look at; None for what is no tensor or has symbolic shapes."""
+    out: list[Any] = [offsets]
+    for kind in (inputs, params):
+        for name, x in kind.items():
+            if not isinstance(x, Tensor):
+                return None
+            out += (name, x.shape, x.dtype, x.device)
+        out.append(None)
+    try:
+        hash(key := tuple(out))
+    except TypeError:
+        return None
+    return key
 
 
 def outline(
