@@ -137,13 +137,11 @@ def measure_rates(device: torch.device) -> Rates:
     state = (torch.ones(dims, device=device),)
     small = (torch.ones(1, 1, 8, 8, device=device),)
     gate = torch.ones(1, 1, 1, 1, device=device)
-    launch = _time_apply(Element((StateElement(small[0], gate),)), small, device) / 2
-    scaled = _time_apply(Element((StateElement(state[0], gate),)), state, device)
-    dense = _time_apply(Element((StateElement(state[0], None, state[0]),)), state, device)
-    size = state[0].numel() * 4
-    stream = 5 * size / max(scaled - 2 * launch, 1e-7)
-    products = max(dense - 2 * launch - 6 * size / stream, 1e-7)
-    flops = 2.0 * _RATE_DIM * state[0].numel() / products
+    launch = _time(lambda: apply(Element((StateElement(small[0], gate),)), small), device) / 2
+    scaled = _time(lambda: apply(Element((StateElement(state[0], gate),)), state), device)
+    product = _time(lambda: torch.matmul(state[0], state[0]), device)
+    stream = 5 * state[0].numel() * 4 / max(scaled - 2 * launch, scaled / 2)
+    flops = 2.0 * _RATE_DIM * state[0].numel() / max(product - launch, product / 2)
     programs = 1
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count
@@ -175,12 +173,12 @@ def _panel_beta(transport: Transport, peer: int, first: bool) -> float:
     return max(0.0, (times[1] - times[0]) / (large - small))
 
 
-def _time_apply(element: Element, state: tuple, device: torch.device) -> float:
+def _time(call: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(WARM_UPS + _RATE_REPEATS):
         _wait(device)
         start = time.perf_counter()
-        apply(element, state)
+        call()
         _wait(device)
         times.append(time.perf_counter() - start)
     return median(times[WARM_UPS:])
