@@ -30,7 +30,10 @@ class MadeUp:
     name = "made_up"
 
     def __init__(self, panel: float | None = None):
-        self.per_byte, self.calls, self.panel_beta = 1e-6 / 1024, 0, panel
+        self.per_byte, self.calls, self.met, self.panel_beta = 1e-6 / 1024, 0, False, panel
+
+    def meet(self) -> None:
+        self.met = True
 
     def _one(self, size: int) -> float:
         self.calls += 1
@@ -184,6 +187,7 @@ def test_a_pair_measures_and_all_know(tmp_path: Path) -> None:
     link = found[0].links["same_process"]
     assert link.measured and link.alpha == pytest.approx(1e-3) and found[0].rates.measured
     assert [t.calls > 0 for t in transports] == [True, True, False]
+    assert all(t.met for t in transports)
     again, transports, gathers = survey(3, tmp_path)
     assert again[0].links == found[0].links and gathers == 1
     assert not any(t.calls for t in transports)

@@ -36,6 +36,11 @@ class Transport(Protocol):
 
     name: str
 
+    def meet(self) -> None:
+        """Something all ranks of the group do together before pairs measure; it may open
+        connections that need all of them."""
+        ...
+
     def there_and_back(self, peer: int, size: int, first: bool) -> float:
         """A message to the peer and one back; `first`: this rank sends first."""
         ...
@@ -60,6 +65,10 @@ class HostTransport:
     channel: Channel
     device: torch.device
     name: str
+
+    def meet(self) -> None:
+        """See `Transport`: NCCL's communicator of the whole group is made by all ranks."""
+        self.channel.all_gather(Kind.STATE, Tag(), self._state(SIZES[0]))
 
     def there_and_back(self, peer: int, size: int, first: bool) -> float:
         """See `Transport`."""

@@ -72,6 +72,7 @@ def survey_group(
     links, rates = _known(topology, known)
     missing = [name for name in topology.classes if name not in links]
     if measure and (missing or rates is None):
+        transport.meet()
         own = _measure_own(rank, topology, transport, device, missing, rates is None)
         texts = gather("measured links", json.dumps(serialise(*own), separators=(",", ":")))
         found = [parse(json.loads(text)) for text in texts]
