@@ -104,8 +104,8 @@ class Grid:
     tokens_per_rank are the T of weak scaling, total_tokens those of strong scaling. shapes:
     BxHxKxV. placements: the operator after a barrier, many calls in a row (stream), inside a
     training step, or the exchange of states alone. seconds: of timed calls a point and round.
-    rounds: the systems of a group take turns this often, where the machine is not quiet. threads:
-    of a CPU process.
+    rounds: the systems of a group take turns this often, where the machine is not quiet. phases:
+    also time the local parts of each call, and the links, for the model. threads: of a CPU process.
     """
 
     systems: tuple[str, ...] = ("chain", "lasp2", "lasp", "ulysses", "ideal_same_plan")
@@ -120,6 +120,7 @@ class Grid:
     placements: tuple[str, ...] = ("barrier", "stream")
     seconds: float = 3.0
     rounds: int = 1
+    phases: bool = False
     threads: int = 1
     node_size: int | None = None
     panels: int = 2
@@ -234,6 +235,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         if isinstance(default, tuple):
             kind = _numbers if isinstance(default[0], int) else _words
             parser.add_argument(option, type=kind, help=f"comma-separated; {_shown(default)}")
+        elif isinstance(default, bool):
+            parser.add_argument(option, action="store_true", default=None, help=f"{default}")
         elif name == "node_size":
             parser.add_argument(option, type=int, help="ranks of a node; hosts tell otherwise")
         else:

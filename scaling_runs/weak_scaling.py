@@ -41,6 +41,7 @@ from flexla_dist.train.config import MeshConfig, TrainConfig
 from flexla_dist.train.launch import LAUNCHERS, Ranks, start
 from scaling_runs.baselines import Refused, Settings, Traffic, get_system
 from scaling_runs.machine import RESULTS
+from scaling_runs.model.calibrate import PhaseTimes, measure_links
 from scaling_runs.rows import format_table
 from scaling_runs.weak_cases import Case, CheckFailed, Setup, check_system
 from scaling_runs.weak_grid import Grid, GridProblem, Point, add_options, read_grid
@@ -118,6 +119,7 @@ class Program:
             n: dist.new_group(list(range(n)), timeout=limit) for n in sizes
         }
         self.groups[ranks.world] = dist.group.WORLD
+        self.phases = PhaseTimes(self.provenance, ranks.device, options.results)
         self.checked: dict[tuple, float | str | None] = {}
         self.shown: list[dict[str, str]] = []
 
@@ -127,6 +129,9 @@ class Program:
         if self.ranks.rank == 0:
             results = Results(self.options.results, self.provenance)
         points = self._pending(results)
+        if self.grid.phases and self.ranks.world > 1 and points:
+            folder, seconds = self.options.results, self.grid.seconds
+            measure_links(self.provenance, self.ranks.device, seconds, folder, self._say)
         done = failed = 0
         for _, group in groupby(points, key=lambda point: point.group):
             together = list(group)
@@ -146,13 +151,19 @@ class Program:
     def _measure_group(self, points: list[Point], results: Results | None) -> dict[Point, Measured]:
         """Points that differ in the system alone, which take turns."""
         found = {point: Measured() for point in points}
+        first = points[0]
+        takes_part = self.grid.phases and self.ranks.rank < first.P
         for number in range(self.grid.rounds):
+            if takes_part:
+                self.phases.sample(first, self.groups[first.P], self.grid.seconds)
             for point in points:
                 if results is not None and number == 0:
                     results.put(point, "begun", {})
                 if self.ranks.rank < point.P and found[point].status == "ok":
                     self._measure(point, found[point])
                 self._everyone()
+        if takes_part and results is not None:
+            self.phases.keep(first)
         return found
 
     def _keep(self, point: Point, found: Measured, results: Results | None, count: str) -> None:

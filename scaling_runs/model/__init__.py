@@ -1,0 +1,1 @@
+"""A discrete-event model of what cannot be measured on the machine at hand."""

@@ -1,0 +1,183 @@
+"""The discrete-event model of scaling: calibrate, compare with measurements, predict.
+
+    torchrun --standalone --nproc_per_node=2 -m scaling_runs.model --calibrate \\
+        --config configs/weak_scaling/cpu.yaml      links and kernel times of this machine
+    python -m scaling_runs.model --validate --host cpu
+                                                    against rows of weak_scaling.py
+    python -m scaling_runs.model --predict h20_ib --ranks 4,8,16,32,64,128,1024
+
+On a GPU, --calibrate on one rank measures kernel times (kernels_nvidia_h200.csv), which --predict
+reads. --predict refuses until --validate has passed with the model's present sources. Every row it
+writes (predicted_<cluster>.csv) has kind = modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flexla_dist.train.arguments import ArgumentProblem
+from flexla_dist.train.config import TrainConfig
+from flexla_dist.train.launch import start
+from scaling_runs.machine import RESULTS, current_commit
+from scaling_runs.model.calibrate import calibrate, read_kernels, read_links
+from scaling_runs.model.clusters import (
+    PRESETS,
+    Cluster,
+    ModelProblem,
+    get_cluster,
+)
+from scaling_runs.model.predict import simulate
+from scaling_runs.model.programs import PROGRAMS
+from scaling_runs.model.validate import (
+    Measurements,
+    compare,
+    judge,
+    keep_verdict,
+    require_validation,
+)
+from scaling_runs.model.workload import KernelTable, workload_of
+from scaling_runs.rows import RowStore, format_table
+from scaling_runs.weak_grid import Grid, GridProblem, Point, add_options, read_grid
+from scaling_runs.weak_rows import COLUMNS, KEY, describe_run
+
+PREDICTED = (
+    *("kind", "date", "commit", "cluster", "kernels_of", "system", "variant", "direction"),
+    *("P", "T", "B", "H", "K", "V", "dtype", "state_bytes", "ms", "over_same_plan_ms"),
+)
+PREDICTED_KEY = (
+    *("cluster", "system", "variant", "direction", "P", "T", "B", "H", "K", "V", "dtype"),
+)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scaling_runs.model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--calibrate", action="store_true", help="measure links and kernels here")
+    what.add_argument("--validate", action="store_true", help="compare with measured rows")
+    what.add_argument("--predict", metavar="CLUSTER", help=f"one of {', '.join(PRESETS)}")
+    parser.add_argument("--host", default="cpu", help="slug of the machine of --validate")
+    parser.add_argument("--config", type=Path, help="YAML file of a grid")
+    add_options(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
+    parser.add_argument("--commit", help="commit to note where there is no git history")
+    return parser.parse_args(words)
+
+
+def run_calibration(grid: Grid, options: argparse.Namespace) -> None:
+    """Measure on all ranks of the world that was started."""
+    ranks = start(TrainConfig(threads=grid.threads))
+    provenance = describe_run("auto", (0,) * ranks.world, "", options.commit)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    calibrate(grid, provenance, ranks.device, options.results, say)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_validation(options: argparse.Namespace) -> int:
+    """Compare with the measured rows of a machine and keep the verdict."""
+    folder, host = options.results, options.host
+    path = folder / f"weak_scaling_{host}.csv"
+    if not path.is_file():
+        raise ModelProblem(f"no measured rows {path}: run weak_scaling.py first")
+    rows = [row for row in RowStore(path, COLUMNS, KEY).rows() if row["status"] == "ok"]
+    cores = int(rows[0]["cores"]) if rows else 0
+    measured = Measurements(host, cores, rows, read_kernels(folder, host), read_links(folder, host))
+    verdict = judge(compare(measured), cores)
+    table = [
+        {
+            "point": c.point.words(),
+            "measured_ms": f"{c.measured_ms:.2f}",
+            "modelled_ms": f"{c.modelled_ms:.2f}",
+            "error": f"{c.error:+.0%}",
+        }
+        for c in verdict.exact
+    ]
+    print(format_table(table, ("point", "measured_ms", "modelled_ms", "error")))
+    for line in verdict.wrong_pairs:
+        print("order differs:", line)
+    print(f"\n{verdict.summary()}; {keep_verdict(verdict, folder, host)}")
+    return 0 if verdict.passed else 1
+
+
+def predicted_rows(grid: Grid, cluster: Cluster, table: KernelTable) -> list[dict[str, object]]:
+    """Modelled rows of all points of weak scaling of a grid, and of every system with a program."""
+    found: list[dict[str, object]] = []
+    whole = replace(grid, modes=("weak",), placements=("barrier",), systems=("ideal_same_plan",))
+    for point in whole.points():
+        load = workload_of(point, table.kernels(point).scaled(cluster.kernel_scale))
+        floor = simulate("ideal_same_plan", load, cluster, point.direction).seconds
+        for system in PROGRAMS:
+            try:
+                seconds = simulate(system, load, cluster, point.direction).seconds
+            except ModelProblem:
+                continue
+            found.append(_row(replace(point, system=system), cluster, seconds, floor))
+    return found
+
+
+def _row(point: Point, cluster: Cluster, seconds: float, floor: float) -> dict[str, object]:
+    row = {name: value for name, value in vars(point).items() if name in PREDICTED}
+    return row | {
+        "kind": "modelled",
+        "date": datetime.date.today().isoformat(),
+        "commit": current_commit(),
+        "cluster": cluster.name,
+        "kernels_of": cluster.kernels_of,
+        "state_bytes": point.state_bytes,
+        "ms": f"{1e3 * seconds:.4f}",
+        "over_same_plan_ms": f"{1e3 * (seconds - floor):.4f}",
+    }
+
+
+def run_prediction(grid: Grid, options: argparse.Namespace) -> None:
+    """Write modelled rows of a preset; refused without a passing comparison and kernel times."""
+    cluster = get_cluster(options.predict)
+    checked = require_validation(options.results)
+    rows = read_kernels(options.results, cluster.kernels_of)
+    path = options.results / f"predicted_{cluster.name}.csv"
+    store = RowStore(path, PREDICTED, PREDICTED_KEY)
+    written = [store.put(row) for row in predicted_rows(grid, cluster, KernelTable(rows))]
+    print(format_table(written, PREDICTED))
+    print(f"\nmodelled, not measured. Comparison with measurements: {checked}")
+    for line in (*cluster.assumptions, *cluster.sources):
+        print("-", line)
+    print(path)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the options ask for."""
+    options = parse(words)
+    try:
+        changes = {item.name: getattr(options, item.name) for item in fields(Grid)}
+        grid = read_grid(options.config, changes)
+        if options.calibrate:
+            run_calibration(grid, options)
+            return 0
+        if options.validate:
+            return run_validation(options)
+        run_prediction(grid, options)
+    except (ModelProblem, GridProblem, ArgumentProblem) as problem:
+        print(f"scaling_runs.model: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Messages and collectives between the ranks of a modelled cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from scaling_runs.model.clusters import Cluster
+from scaling_runs.model.events import Delay, Event, Meeting, Process, Resource, Simulation, Use
+
+
+class Network:
+    """Ports and cores of the ranks; messages by key."""
+
+    def __init__(self, simulation: Simulation, cluster: Cluster, ranks: int) -> None:
+        self.simulation, self.cluster, self.ranks = simulation, cluster, ranks
+        self._out = [Resource() for _ in range(ranks)]
+        self._in = [Resource() for _ in range(ranks)]
+        cards = -(-ranks // cluster.sharing)
+        self._card_out = [Resource() for _ in range(cards)]
+        self._card_in = [Resource() for _ in range(cards)]
+        nodes = -(-ranks // cluster.node_size)
+        cores = cluster.cores
+        self._cores = None if cores is None else [Resource(cores) for _ in range(nodes)]
+        self._chips = [Resource() for _ in range(ranks)]
+        self._arrived: dict[Hashable, Event] = {}
+        self._meetings: dict[Hashable, Meeting] = {}
+        self.bytes = 0.0
+
+    def compute(self, rank: int, seconds: float) -> Use:
+        """Work of a rank, on its device or on a core of its node."""
+        if self._cores is None:
+            return Use((self._chips[rank],), seconds)
+        return Use((self._cores[rank // self.cluster.node_size],), seconds)
+
+    def send(self, kind: str, source: int, target: int, size: float, key: Hashable) -> None:
+        """Post a message; `arrival(key)` tells when it is there."""
+        self.bytes += size
+        self.simulation.spawn(self._transfer(kind, source, target, size, key))
+
+    def arrival(self, key: Hashable) -> Event:
+        """The arrival of the message of this key."""
+        return self._arrived.setdefault(key, Event())
+
+    def _transfer(self, kind: str, source: int, target: int, size: float, key: Hashable) -> Process:
+        cluster = self.cluster
+        link = cluster.link(kind, source, target)
+        if self._cores is not None:
+            # Over a host's own sockets a message is work of its cores.
+            held: tuple[Resource, ...] = (self._cores[source // cluster.node_size],)
+            yield Use(held, link.seconds(size))
+        else:
+            if source // cluster.node_size == target // cluster.node_size:
+                held = (self._out[source], self._in[target])
+            else:
+                share = cluster.sharing
+                held = (self._card_out[source // share], self._card_in[target // share])
+            yield Use(held, size / link.bandwidth)
+            yield Delay(link.alpha)
+        self.simulation.trigger(self.arrival(key))
+
+    def gather(self, key: Hashable, size: float) -> Event:
+        """An all-gather of `size` bytes a rank: a ring of P - 1 steps, in step."""
+        link = self.cluster.slowest("gather", self.ranks)
+        steps = self.ranks - 1
+        return self._meet(key, steps * link.seconds(size) * self._crowding())
+
+    def all_to_all(self, key: Hashable, size: float) -> Event:
+        """An all-to-all in which a rank holds `size` bytes: what goes out of the node and what
+        stays inside move beside each other."""
+        ranks, cluster = self.ranks, self.cluster
+        near = min(cluster.node_size, ranks)
+        inside = cluster.link("all_to_all", 0, min(1, ranks - 1))
+        seconds = (near - 1) * inside.alpha + size * (near - 1) / ranks / inside.bandwidth
+        if ranks > near:
+            outside = cluster.link("all_to_all", 0, ranks - 1)
+            far = size * (ranks - near) / ranks * cluster.sharing / outside.bandwidth
+            seconds = max(seconds, (ranks - near) * outside.alpha + far)
+        return self._meet(key, seconds * self._crowding())
+
+    def _crowding(self) -> float:
+        """How many ranks take turns on a core."""
+        if self._cores is None or self.cluster.cores is None:
+            return 1.0
+        return max(1.0, min(self.ranks, self.cluster.node_size) / self.cluster.cores)
+
+    def _meet(self, key: Hashable, seconds: float) -> Event:
+        if key not in self._meetings:
+            self._meetings[key] = Meeting(self.simulation, self.ranks, seconds)
+        return self._meetings[key].arrive()

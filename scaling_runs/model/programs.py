@@ -1,0 +1,296 @@
+"""What a rank does under each system, as a process of the simulation.
+
+Contract: a program does one direction of a call. `at` is the rank's place in the order of the scan
+(backward: reversed), so that a program is written once. Times are those of `Direction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+
+from scaling_runs.baselines.systems import STRONG_PANELS, ZECO_BLOCKS
+from scaling_runs.model.clusters import ModelProblem
+from scaling_runs.model.events import Delay, Event, Process
+from scaling_runs.model.network import Network
+from scaling_runs.model.workload import Workload
+
+
+@dataclass(frozen=True)
+class Direction:
+    """One direction of a call: before the exchange `pre`, after it `post`, seconds."""
+
+    network: Network
+    load: Workload
+    reverse: bool
+    pre: float
+    post: float
+
+    @property
+    def ranks(self) -> int:
+        """P."""
+        return self.load.ranks
+
+    def rank(self, at: int) -> int:
+        """The rank at a place of the scan."""
+        return self.ranks - 1 - at if self.reverse else at
+
+    def send(self, kind: str, at: int, to: int, size: float, what: object) -> None:
+        """Post a message from place to place."""
+        key = (self.reverse, at, to, what)
+        self.network.send(kind, self.rank(at), self.rank(to), size, key)
+
+    def received(self, at: int, to: int, what: object) -> Event:
+        """The arrival of a message."""
+        return self.network.arrival((self.reverse, at, to, what))
+
+    def gather(self, what: object, size: float) -> Event:
+        """Take part in an all-gather."""
+        return self.network.gather((self.reverse, what), size)
+
+    def work(self, at: int, seconds: float):  # type: ignore[no-untyped-def]
+        """Computing at a place."""
+        return self.network.compute(self.rank(at), seconds)
+
+
+Program = Callable[[Direction, int], Process]
+
+
+def ideal_best(d: Direction, at: int) -> Process:
+    """Local passes alone."""
+    yield d.work(at, d.post)
+
+
+def ideal_same_plan(d: Direction, at: int) -> Process:
+    """Summaries and local passes, nothing sent."""
+    if at + 1 < d.ranks:
+        yield d.work(at, d.pre)
+    yield d.work(at, d.post)
+
+
+def chain(d: Direction, at: int) -> Process:
+    """A state a hop."""
+    last = at + 1 == d.ranks
+    if not last:
+        yield d.work(at, d.pre)
+    if at:
+        yield d.received(at - 1, at, "state")
+        if not last:
+            yield d.work(at, d.load.kernels.apply)
+    if not last:
+        d.send("message", at, at + 1, d.load.bytes.state, "state")
+    yield d.work(at, d.post)
+
+
+def log_scan(d: Direction, at: int) -> Process:
+    """Recursive doubling."""
+    if at + 1 < d.ranks:
+        yield d.work(at, d.pre)
+    yield from _doubling(d, at, range(d.ranks), keep=False)
+    yield d.work(at, d.post)
+
+
+def _doubling(d: Direction, at: int, places: Sequence[int], keep: bool) -> Process:
+    """Rounds among neighbouring places, then the fold of what was received."""
+    position, count, distance, received = at - places[0], len(places), 1, 0
+    kernels, size = d.load.kernels, d.load.bytes.element
+    while distance < count:
+        if position + distance < count:
+            d.send("message", at, at + distance, size, ("round", distance))
+        if position >= distance:
+            yield d.received(at - distance, at, ("round", distance))
+            received += 1
+            if keep or position + 2 * distance < count:
+                yield d.work(at, kernels.combine)
+        distance *= 2
+    if received:
+        yield d.work(at, received * kernels.apply)
+
+
+def hierarchical(d: Direction, at: int) -> Process:
+    """Doubling in a node, a chain between the last places of nodes, the state to the rest."""
+    size = min(d.network.cluster.node_size, d.ranks)
+    node, state = at // size, d.load.bytes.state
+    places = range(node * size, min((node + 1) * size, d.ranks))
+    leads, more = at == places[-1], places[-1] + 1 < d.ranks
+    if at + 1 < d.ranks:
+        yield d.work(at, d.pre)
+    yield from _doubling(d, at, places, keep=leads and more)
+    if not leads:
+        if node:
+            yield d.received(places[-1], at, "node")
+        yield d.work(at, d.post)
+        return
+    after = min(places[-1] + size, d.ranks - 1)
+    if node:
+        yield d.received(places[0] - 1, at, "leader")
+    if more:
+        if node:
+            yield d.work(at, d.load.kernels.apply)
+        d.send("message", at, after, state, "leader")
+    if node:
+        for place in places[:-1]:
+            d.send("message", at, place, state, "node")
+    yield d.work(at, d.post)
+
+
+def all_gather(d: Direction, at: int) -> Process:
+    """A message of an element to every rank, then a walk over those before."""
+    if at + 1 < d.ranks:
+        yield d.work(at, d.pre)
+    others = [place for place in range(d.ranks) if place != at]
+    for place in others:
+        d.send("message", at, place, d.load.bytes.element, "element")
+    for place in others:
+        yield d.received(place, at, "element")
+    yield d.work(at, at * d.load.kernels.apply)
+    yield d.work(at, d.post)
+
+
+def lasp(d: Direction, at: int) -> Process:
+    """The local pass inside the chain."""
+    if at:
+        yield d.received(at - 1, at, "state")
+    yield d.work(at, d.post)
+    if at + 1 < d.ranks:
+        d.send("p2p", at, at + 1, d.load.bytes.state, "state")
+
+
+def lasp2(d: Direction, at: int) -> Process:
+    """Asynchronous gathers of panels of heads beside summaries and local passes."""
+    count, ends = STRONG_PANELS, []
+    for panel in range(count):
+        if at + 1 < d.ranks:
+            yield d.work(at, d.pre / count)
+        ends.append(d.gather(("panel", panel), d.load.bytes.element / count))
+    for end in ends:
+        yield end
+        yield d.work(at, at * d.load.kernels.apply / count)
+        yield d.work(at, d.post / count)
+
+
+def lasp2_naive(d: Direction, at: int) -> Process:
+    """A blocking gather; every product formed anew."""
+    yield d.work(at, d.pre)
+    yield d.gather("element", d.load.bytes.element)
+    kernels = d.load.kernels
+    products = at * (at - 1) / 2 * max(0.0, kernels.combine - kernels.apply)
+    yield d.work(at, products + at * kernels.apply)
+    yield d.work(at, d.post)
+
+
+def zeco(d: Direction, at: int) -> Process:
+    """A chain in blocks of rows."""
+    last, blocks = at + 1 == d.ranks, ZECO_BLOCKS
+    if not last:
+        yield d.work(at, d.pre)
+    for block in range(blocks):
+        if at:
+            yield d.received(at - 1, at, block)
+            if not last:
+                yield d.work(at, d.load.kernels.apply / blocks)
+        if not last:
+            d.send("p2p", at, at + 1, d.load.bytes.state / blocks, block)
+    yield d.work(at, d.post)
+
+
+def ulysses(d: Direction, at: int) -> Process:
+    """Inputs to heads, the local pass, outputs to tokens; backward the other way."""
+    sizes = (d.load.bytes.token_in, d.load.bytes.token_out)
+    first, second = sizes[::-1] if d.reverse else sizes
+    yield d.network.all_to_all((d.reverse, "first"), d.load.tokens * first)
+    yield d.work(at, d.post)
+    yield d.network.all_to_all((d.reverse, "second"), d.load.tokens * second)
+
+
+def fused_chain(d: Direction, at: int) -> Process:
+    """Inside kernels: each panel goes on as soon as its summary and its entering state are there;
+    local passes of panels start when their states have come."""
+    last, count = at + 1 == d.ranks, d.load.panels
+    network, simulation = d.network, d.network.simulation
+    size, hop = d.load.bytes.state / count, d.load.kernels.apply / count
+    ready: list[Event] = [Event() for _ in range(count)]
+
+    def pass_on(panel: int) -> Process:
+        if at:
+            yield d.received(at - 1, at, panel)
+        yield ready[panel]
+        yield Delay(hop)
+        d.send("device", at, at + 1, size, panel)
+
+    for panel in range(count):
+        if not last:
+            simulation.spawn(pass_on(panel))
+    for panel in range(count):
+        if not last:
+            yield network.compute(d.rank(at), d.pre / count)
+        simulation.trigger(ready[panel])
+    for panel in range(count):
+        if at:
+            yield d.received(at - 1, at, panel)
+        yield d.work(at, d.post / count)
+
+
+def fused_hierarchical(d: Direction, at: int) -> Process:
+    """Inside kernels: panels doubled in the node, node maps striped over its ranks and chained
+    between nodes, the entering state of the node told to its ranks."""
+    count, kernels = d.load.panels, d.load.kernels
+    size = min(d.network.cluster.node_size, d.ranks)
+    if d.ranks % size:
+        raise ModelProblem(f"fused_hierarchical: {d.ranks} ranks do not fill nodes of {size}")
+    node, position = at // size, at % size
+    nodes, simulation = -(-d.ranks // size), d.network.simulation
+    rounds = ceil(log2(size)) if size > 1 else 0
+    inside = d.network.cluster.link("device", 0, min(1, d.ranks - 1))
+    element, state = d.load.bytes.element / count, d.load.bytes.state / count
+    composed = rounds * (inside.seconds(element) + kernels.combine / count)
+    ready: list[Event] = [Event() for _ in range(count)]
+
+    def carry(panel: int) -> Process:
+        """The panels of this rank's stripe between nodes."""
+        yield ready[panel]
+        yield Delay(composed)
+        if node:
+            yield d.received(at - size, at, panel)
+            for place in range(node * size, node * size + size):
+                if place != at:
+                    d.send("device", at, place, state, ("told", panel))
+        if node + 1 < nodes:
+            yield Delay(kernels.apply / count)
+            d.send("device", at, at + size, state, panel)
+
+    for panel in range(position, count, size):
+        simulation.spawn(carry(panel))
+    for panel in range(count):
+        yield d.work(at, d.pre / count)
+        simulation.trigger(ready[panel])
+    for panel in range(count):
+        owner = node * size + panel % size
+        if node:
+            yield (
+                d.received(at - size, at, panel)
+                if owner == at
+                else d.received(owner, at, ("told", panel))
+            )
+        yield d.work(at, d.post / count)
+
+
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        chain,
+        log_scan,
+        hierarchical,
+        all_gather,
+        lasp,
+        lasp2,
+        lasp2_naive,
+        zeco,
+        ulysses,
+        fused_chain,
+        fused_hierarchical,
+        ideal_same_plan,
+        ideal_best,
+    )
+}
