@@ -55,15 +55,18 @@ def compare(
 def test_both_directions(strategy: str, kind: str) -> None:
     g = torch.Generator().manual_seed(len(kind))
     sizes = Sizes(H=1 if kind in ("dense", "two_states") else 2)
-    group = exchanger(5, strategy)
-    spans = [random_span(kind, 3, sizes, g) for _ in range(5)]
-    spans[2] = identity_span(spans[2])
-    compare(group, spans, [True] * 4, reverse=False)
-    compare(group, spans, [True] * 4, reverse=True)
+    size = 3 if kind == "two_states" else 5
+    group = exchanger(size, strategy)
+    spans = [random_span(kind, 3, sizes, g) for _ in range(size)]
+    spans[1] = identity_span(spans[1])
+    compare(group, spans, [True] * (size - 1), reverse=False)
+    compare(group, spans, [True] * (size - 1), reverse=True)
 
 
-@pytest.mark.parametrize("kind", ["rows", "dense"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [*((name, "rows") for name in STRATEGIES), ("chain", "dense"), ("hierarchical", "dense")],
+)
 def test_documents(strategy: str, kind: str) -> None:
     """Uncrossed cuts, documents that start inside, and NaN that a start must hide."""
     g = torch.Generator().manual_seed(3)
@@ -87,7 +90,7 @@ def test_documents(strategy: str, kind: str) -> None:
 def test_entry(strategy: str, kind: str) -> None:
     """A state given for the start of every line of ranks."""
     g = torch.Generator().manual_seed(4)
-    for size in (1, 2, 3):
+    for size in (1, 3):
         group = exchanger(size, strategy)
         spans = [random_span(kind, 2, Sizes(H=1), g) for _ in range(size)]
         entry = tuple(torch.randn(s.local.shape[1:], generator=g) for s in spans[0].states)
@@ -119,7 +122,7 @@ def test_crossing_and_segments_may_change(strategy: str) -> None:
     """Slots and credits of an exchange do not depend on who took part in the one before."""
     g = torch.Generator().manual_seed(6)
     group = exchanger(4, strategy, programs=1)
-    for number in range(12):
+    for number in range(8):
         spans = [random_span("scalar", 1 + number % 3, Sizes(H=2, K=2, V=2), g) for _ in range(4)]
         crossing = (torch.rand(3, generator=g) < 0.6).tolist()
         compare(group, spans, crossing, reverse=number % 4 == 3)

@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 
 from flexla_dist.comm.device.links import (
+    close_message,
     message_at,
+    open_message,
     receive,
-    resets,
-    send_begin,
-    send_end,
+    reserve,
+    reset_at,
 )
 from flexla_dist.comm.device.memory import fence, get_tile, put_tile
 
@@ -250,8 +251,8 @@ def own_matrix(
 @triton.jit
 def send_dense(
     link,
+    remote,
     peer,
-    channel,
     index,
     element,
     alone,
@@ -261,12 +262,13 @@ def send_dense(
     DELAY: tl.constexpr,
 ):
     """Send an element from memory; its matrix is left out where the receiver will not use it."""
-    message = send_begin(link, peer, channel, index, MESSAGE)
+    message = open_message(link, remote, peer, index, MESSAGE)
     words = tl.where(alone != 0, BR * BC, BR * BC + BR * BR)
     across = tl.arange(0, 256)
     for start in range(0, words, 256):
         tl.store(message + 32 + start + across, tl.load(element + start + across))
-    send_end(link, message, peer, index, 128 + 4 * words, alone, MESSAGE, DELAY)
+    tl.store(reset_at(message), alone)
+    close_message(link, remote, message, peer, index, 128 + 4 * words, MESSAGE, DELAY)
 
 
 @triton.jit
@@ -333,13 +335,14 @@ def doubling_dense(
         own = scratch + side * ELEMENT
         if position + distance < count:
             peer = rank + distance * turn
-            send_dense(link, peer, number, number, own, alone, BR, BC, MESSAGE, DELAY)
+            remote = reserve(link, peer, number)
+            send_dense(link, remote, peer, number, own, alone, BR, BC, MESSAGE, DELAY)
         if position >= distance:
             arrived, message = receive(link, rank - distance * turn, number, MESSAGE, DELAY)
             complete = complete * arrived
             if (position + 2 * distance < count) | (keep != 0):
                 if alone == 0:
-                    alone = resets(message)
+                    alone = tl.load(reset_at(message))
                     compose(
                         own + BR * BC,
                         BR,
@@ -372,7 +375,7 @@ def apply_dense(
 ):
     """Take a state through the span of a received element; spare: memory for a state."""
     value = get_tile(message + 32, BR, BC)
-    if resets(message) == 0:
+    if tl.load(reset_at(message)) == 0:
         put_tile(spare, state)
         fence()
         matrix = message + 32 + BR * BC

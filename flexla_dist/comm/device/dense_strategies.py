@@ -20,7 +20,13 @@ from flexla_dist.comm.device.dense import (
     walk,
 )
 from flexla_dist.comm.device.elementwise import acknowledge_rounds
-from flexla_dist.comm.device.links import acknowledge, receive, receive_state, send_state
+from flexla_dist.comm.device.links import (
+    acknowledge,
+    receive,
+    receive_state,
+    reserve,
+    send_state,
+)
 from flexla_dist.comm.device.memory import get_tile
 
 
@@ -51,11 +57,13 @@ def chain_dense(
     matrix, local, entering, entry, matrix_step, state_step, origin, way, columns, scratch = tile
     position, count, reset, live, segments, turn, part_position, part_count, before, after = place
     state, total, alone = begin_dense(tile, place, K, WIDTH, BR, BC, BK, PRECISION, ENTRY)
-    last = position + 1 >= count
-    if (alone != 0) & (last == 0):
-        send_state(link, rank + turn, 0, 0, total, MESSAGE, DELAY)
+    remote, more = rank * 0, position + 1 < count
+    if more:
+        remote = reserve(link, rank + turn, 0)
+    if more & (alone != 0):
+        send_state(link, remote, rank + turn, 0, total, MESSAGE, DELAY)
     if position > 0:
-        passes = ((alone == 0) & (last == 0)).to(tl.int32)
+        passes = (more & (alone == 0)).to(tl.int32)
         side = segments * 0
         if COMPOSED:
             if passes != 0:
@@ -70,7 +78,7 @@ def chain_dense(
             else:
                 store_state(entering + origin * state_step, columns, state, K, WIDTH)
                 leaving = walk(tile, side, segments, segments, 0, K, WIDTH, BR, BC, BK, PRECISION)
-            send_state(link, rank + turn, 0, 0, leaving, MESSAGE, DELAY)
+            send_state(link, remote, rank + turn, 0, leaving, MESSAGE, DELAY)
         if COMPOSED:
             finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
         else:
@@ -158,7 +166,8 @@ def all_gather_dense(
     spare = scratch + 2 * (BR * BC + BR * BR)
     for number in range(position + 1, count):
         peer = rank + (number - position) * turn
-        send_dense(link, peer, peer, rank, own, alone, BR, BC, MESSAGE, DELAY)
+        remote = reserve(link, peer, peer)
+        send_dense(link, remote, peer, rank, own, alone, BR, BC, MESSAGE, DELAY)
     for number in range(position * 0, position):
         peer = rank + (number - position) * turn
         arrived, message = receive(link, peer, peer, MESSAGE, DELAY)
@@ -214,24 +223,27 @@ def hierarchical_dense(
         DELAY,
     )
     early = (alone != 0) | (before == 0)
-    following = rank + turn
+    following, remote = rank + turn, rank * 0
+    if leads:
+        remote = reserve(link, following, ROUNDS + following)
     own = scratch + side * (BR * BC + BR * BR)
     spare = scratch + 2 * (BR * BC + BR * BR)
     if leads & early:
         leaving = get_tile(own, BR, BC)
-        send_state(link, following, ROUNDS + following, ROUNDS, leaving, MESSAGE, DELAY)
+        send_state(link, remote, following, ROUNDS, leaving, MESSAGE, DELAY)
     source = rank - tl.where(part_position == 0, 1, part_position) * turn
     if before != 0:
         arrived, state = receive_state(link, source, ROUNDS, BR, BC, MESSAGE, DELAY)
         if part_position == 0:
             for number in range(1, part_count):
                 peer = rank + (part_count - number) * turn
-                send_state(link, peer, ROUNDS + peer, ROUNDS, state, MESSAGE, DELAY)
+                inside = reserve(link, peer, ROUNDS + peer)
+                send_state(link, inside, peer, ROUNDS, state, MESSAGE, DELAY)
         if leads & (early == 0):
             leaving = get_tile(own, BR, BC) + multiply(
                 own + BR * BC, BR, arrived, BC, BC, K, BR, BC, BK, PRECISION
             )
-            send_state(link, following, ROUNDS + following, ROUNDS, leaving, MESSAGE, DELAY)
+            send_state(link, remote, following, ROUNDS, leaving, MESSAGE, DELAY)
     state = fold_dense(link, part_position, state, spare, K, BR, BC, BK, PRECISION, ROUNDS, MESSAGE)
     state = tl.where(complete != 0, state, float("nan"))
     finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)

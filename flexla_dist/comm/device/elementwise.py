@@ -18,12 +18,13 @@ import triton.language as tl
 
 from flexla_dist.comm.device.links import (
     acknowledge,
+    close_message,
     message_at,
+    open_message,
     receive,
     receive_state,
-    resets,
-    send_begin,
-    send_end,
+    reserve,
+    reset_at,
     send_state,
 )
 from flexla_dist.comm.device.memory import get_tile, put_tile
@@ -95,8 +96,8 @@ def finish_elementwise(tile, place, state, BR: tl.constexpr, BC: tl.constexpr, D
 @triton.jit
 def send_element(
     link,
+    remote,
     peer,
-    channel,
     index,
     total,
     factor,
@@ -108,12 +109,13 @@ def send_element(
     """Send a state and its factor, which is left out where the receiver will not use it."""
     BR: tl.constexpr = total.shape[0]
     BC: tl.constexpr = total.shape[1]
-    message = send_begin(link, peer, channel, index, MESSAGE)
+    message = open_message(link, remote, peer, index, MESSAGE)
     put_tile(message + 32, total)
     if DECAY:
         if alone == 0:
             put_tile(message + 32 + BR * BC, factor)
-    send_end(link, message, peer, index, MESSAGE, alone, MESSAGE, DELAY)
+    tl.store(reset_at(message), alone)
+    close_message(link, remote, message, peer, index, MESSAGE, MESSAGE, DELAY)
 
 
 @triton.jit
@@ -129,7 +131,7 @@ def read_element(
     factor = tl.full([DR, DC], 1.0, tl.float32)
     if DECAY:
         factor = get_tile(message + 32 + BR * BC, DR, DC)
-    return get_tile(message + 32, BR, BC), factor, resets(message)
+    return get_tile(message + 32, BR, BC), factor, tl.load(reset_at(message))
 
 
 @triton.jit
@@ -177,7 +179,8 @@ def doubling_elementwise(
     for number in range(ROUNDS):
         if position + distance < count:
             peer = rank + distance * turn
-            send_element(link, peer, number, number, total, factor, alone, MESSAGE, DELAY, DECAY)
+            remote = reserve(link, peer, number)
+            send_element(link, remote, peer, number, total, factor, alone, MESSAGE, DELAY, DECAY)
         if position >= distance:
             arrived, message = receive(link, rank - distance * turn, number, MESSAGE, DELAY)
             complete = complete * arrived
@@ -243,13 +246,15 @@ def chain_elementwise(
     rank = link[3]
     position, count, reset, live, segments, turn, part_position, part_count, before, after = place
     state, total, factor, alone = own_element(tile, place, BR, BC, DR, DC, DECAY, ENTRY)
-    last = position + 1 >= count
-    if (alone != 0) & (last == 0):
-        send_state(link, rank + turn, 0, 0, total, MESSAGE, DELAY)
+    remote, more = rank * 0, position + 1 < count
+    if more:
+        remote = reserve(link, rank + turn, 0)
+    if more & (alone != 0):
+        send_state(link, remote, rank + turn, 0, total, MESSAGE, DELAY)
     if position > 0:
         _, state = receive_state(link, rank - turn, 0, BR, BC, MESSAGE, DELAY)
-        if (alone == 0) & (last == 0):
-            send_state(link, rank + turn, 0, 0, factor * state + total, MESSAGE, DELAY)
+        if more & (alone == 0):
+            send_state(link, remote, rank + turn, 0, factor * state + total, MESSAGE, DELAY)
     finish_elementwise(tile, place, state, BR, BC, DECAY)
     if position > 0:
         acknowledge(link, rank - turn, 0)
@@ -318,7 +323,8 @@ def all_gather_elementwise(
     state, total, factor, alone = own_element(tile, place, BR, BC, DR, DC, DECAY, ENTRY)
     for number in range(position + 1, count):
         peer = rank + (number - position) * turn
-        send_element(link, peer, peer, rank, total, factor, alone, MESSAGE, DELAY, DECAY)
+        remote = reserve(link, peer, peer)
+        send_element(link, remote, peer, rank, total, factor, alone, MESSAGE, DELAY, DECAY)
     for number in range(position * 0, position):
         peer = rank + (number - position) * turn
         arrived, message = receive(link, peer, peer, MESSAGE, DELAY)
@@ -373,19 +379,22 @@ def hierarchical_elementwise(
         DELAY,
     )
     early = (alone != 0) | (before == 0)
-    following = rank + turn
+    following, remote = rank + turn, rank * 0
+    if leads:
+        remote = reserve(link, following, ROUNDS + following)
     if leads & early:
-        send_state(link, following, ROUNDS + following, ROUNDS, total, MESSAGE, DELAY)
+        send_state(link, remote, following, ROUNDS, total, MESSAGE, DELAY)
     source = rank - tl.where(part_position == 0, 1, part_position) * turn
     if before != 0:
         _, state = receive_state(link, source, ROUNDS, BR, BC, MESSAGE, DELAY)
         if part_position == 0:
             for number in range(1, part_count):
                 peer = rank + (part_count - number) * turn
-                send_state(link, peer, ROUNDS + peer, ROUNDS, state, MESSAGE, DELAY)
+                inside = reserve(link, peer, ROUNDS + peer)
+                send_state(link, inside, peer, ROUNDS, state, MESSAGE, DELAY)
         if leads & (early == 0):
             leaving = factor * state + total
-            send_state(link, following, ROUNDS + following, ROUNDS, leaving, MESSAGE, DELAY)
+            send_state(link, remote, following, ROUNDS, leaving, MESSAGE, DELAY)
     state = fold_elementwise(link, part_position, state, BR, BC, DR, DC, DECAY, ROUNDS, MESSAGE)
     state = tl.where(complete != 0, state, float("nan"))
     finish_elementwise(tile, place, state, BR, BC, DECAY)

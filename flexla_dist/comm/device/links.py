@@ -37,17 +37,21 @@ def report(link, peer, what):
         record = errors + 64 + rank * 64
         for number in range(size):
             target = rank * 0 + number
-            signal_set(bases, base, target, record + 8, peer)
-            signal_set(bases, base, target, record + 16, panel)
-            signal_set(bases, base, target, record + 24, epoch)
-            signal_set(bases, base, target, record + 32, none + what)
-            signal_set(bases, base, target, record, none + 1)
-            signal_set(bases, base, target, errors, none + 1)
+            remote = tl.load(bases + target)
+            signal_set(remote, base, target, record + 8, peer)
+            signal_set(remote, base, target, record + 16, panel)
+            signal_set(remote, base, target, record + 24, epoch)
+            signal_set(remote, base, target, record + 32, none + what)
+            signal_set(remote, base, target, record, none + 1)
+            signal_set(remote, base, target, errors, none + 1)
 
 
 @triton.jit
-def send_begin(link, peer, channel, index, MESSAGE: tl.constexpr):
-    """Wait until the peer has read its slot; gives where to write the message's header."""
+def reserve(link, peer, channel):
+    """Wait until the peer has read what was last sent in this slot; gives its part's address.
+
+    It does not depend on what will be sent, so it is done before that is waited for.
+    """
     bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
         link
     )
@@ -56,22 +60,32 @@ def send_begin(link, peer, channel, index, MESSAGE: tl.constexpr):
     if poll_ge(word_at(base, credits + word), tl.load(last), word_at(base, errors), limit) == 0:
         report(link, peer, 1)
     tl.store(last, epoch)
-    slot = slots + (index * 2 + epoch % 2) * MESSAGE
-    return message_ptr(bases, base, peer, slot, staging)
+    return tl.load(bases + peer)
 
 
 @triton.jit
-def send_end(link, message, peer, index, nbytes, reset, MESSAGE: tl.constexpr, DELAY: tl.constexpr):
-    """Write the header and say that the first `nbytes` of the message are there."""
+def open_message(link, remote, peer, index, MESSAGE: tl.constexpr):
+    """Where to write the header of a message to `peer`."""
     bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
         link
     )
-    tl.store(message.to(tl.pointer_type(tl.int32)), reset.to(tl.int32))
+    slot = slots + (index * 2 + epoch % 2) * MESSAGE
+    return message_ptr(remote, base, peer, slot, staging)
+
+
+@triton.jit
+def close_message(
+    link, remote, message, peer, index, nbytes, MESSAGE: tl.constexpr, DELAY: tl.constexpr
+):
+    """Say that the first `nbytes` of a message are there."""
+    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
+        link
+    )
     if DELAY > 0:
         tl.store((message + 2).to(tl.pointer_type(tl.int64)), clock_ns())
     place = index * 2 + epoch % 2
     slot, flag = slots + place * MESSAGE, flags + place * 8
-    put_signal(bases, base, peer, slot, staging, epoch * 0 + nbytes, flag, epoch)
+    put_signal(remote, base, peer, slot, staging, epoch * 0 + nbytes, flag, epoch)
 
 
 @triton.jit
@@ -109,28 +123,29 @@ def message_at(link, index, MESSAGE: tl.constexpr):
 
 
 @triton.jit
-def resets(message):
-    """Whether the span of a received element ignores what enters it."""
-    return tl.load(message.to(tl.pointer_type(tl.int32)))
-
-
-@triton.jit
 def acknowledge(link, peer, channel):
     """Give a slot back to its sender; channel: that one's number of the way to this rank."""
     bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
         link
     )
-    signal_set(bases, base, peer, credits + (channel * 2 + epoch % 2) * 8, epoch)
+    remote = tl.load(bases + peer)
+    signal_set(remote, base, peer, credits + (channel * 2 + epoch % 2) * 8, epoch)
 
 
 @triton.jit
-def send_state(link, peer, channel, index, state, MESSAGE: tl.constexpr, DELAY: tl.constexpr):
-    """Send a state alone."""
+def send_state(link, remote, peer, index, state, MESSAGE: tl.constexpr, DELAY: tl.constexpr):
+    """Send a state alone, to a peer whose slot is reserved; its header says nothing."""
     BR: tl.constexpr = state.shape[0]
     BC: tl.constexpr = state.shape[1]
-    message = send_begin(link, peer, channel, index, MESSAGE)
+    message = open_message(link, remote, peer, index, MESSAGE)
     put_tile(message + 32, state)
-    send_end(link, message, peer, index, 128 + 4 * BR * BC, peer * 0 + 1, MESSAGE, DELAY)
+    close_message(link, remote, message, peer, index, 128 + 4 * BR * BC, MESSAGE, DELAY)
+
+
+@triton.jit
+def reset_at(message):
+    """Pointer to the word that says whether an element's span ignores what enters it."""
+    return message.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Verbs that every dialect shares: this rank's own memory, and looking at its own flags.
 
 Contract of the verbs of all dialects. `base` is the address of this rank's part of a symmetric
-block and `bases` the table of all parts as this rank sees them, 0 where a kernel cannot address
-one; offsets are bytes and mean the same on every rank. Flags are 64-bit words that only grow and
-have one writer. A signal is seen after all that its writer wrote before it.
+block, `bases` the table of all parts as this rank sees them, `remote` an entry of it: 0 where a
+kernel cannot address the peer. Offsets are bytes and mean the same on every rank. Flags are 64-bit
+words that only grow and have one writer. A signal is seen after all that its writer wrote before.
 """
 
 # ruff: noqa: SIM102 (in a kernel `and` evaluates both sides)

@@ -49,22 +49,20 @@ def thread_index():
 
 
 @triton.jit
-def remote_ptr(bases, base, peer, offset):
+def remote_ptr(remote, base, peer, offset):
     """Pointer to fp32 values in the part of `peer`, which must be one that can be addressed."""
-    return floats_at(tl.load(bases + peer), offset)
+    return floats_at(remote, offset)
 
 
 @triton.jit
-def message_ptr(bases, base, peer, offset, staging):
+def message_ptr(remote, base, peer, offset, staging):
     """Where to write what `put_signal` completes: the peer's memory, or this rank's staging."""
-    remote = tl.load(bases + peer)
     return floats_at(tl.where(remote != 0, remote + offset, base + staging), 0)
 
 
 @triton.jit
-def signal_set(bases, base, peer, offset, value):
+def signal_set(remote, base, peer, offset, value):
     """Set a flag in the part of `peer`, after all that this program wrote."""
-    remote = tl.load(bases + peer)
     fence()
     if remote != 0:
         tl.atomic_xchg(word_at(remote, offset), value, sem="release", scope="sys")
@@ -75,9 +73,8 @@ def signal_set(bases, base, peer, offset, value):
 
 
 @triton.jit
-def put_signal(bases, base, peer, offset, staging, nbytes, flag, value):
+def put_signal(remote, base, peer, offset, staging, nbytes, flag, value):
     """Complete a message that was written through `message_ptr`, then set its flag."""
-    remote = tl.load(bases + peer)
     fence()
     if remote != 0:
         tl.atomic_xchg(word_at(remote, flag), value, sem="release", scope="sys")

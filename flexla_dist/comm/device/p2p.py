@@ -11,28 +11,28 @@ from flexla_dist.comm.device.memory import fence, floats_at, poll_ge, word_at
 
 
 @triton.jit
-def remote_ptr(bases, base, peer, offset):
+def remote_ptr(remote, base, peer, offset):
     """Pointer to fp32 values in the part of `peer`."""
-    return floats_at(tl.load(bases + peer), offset)
+    return floats_at(remote, offset)
 
 
 @triton.jit
-def message_ptr(bases, base, peer, offset, staging):
+def message_ptr(remote, base, peer, offset, staging):
     """Where to write what `put_signal` completes: the peer's own memory."""
-    return remote_ptr(bases, base, peer, offset)
+    return remote_ptr(remote, base, peer, offset)
 
 
 @triton.jit
-def signal_set(bases, base, peer, offset, value):
+def signal_set(remote, base, peer, offset, value):
     """Set a flag in the part of `peer`, after all that this program wrote."""
     fence()
-    tl.atomic_xchg(word_at(tl.load(bases + peer), offset), value, sem="release", scope="sys")
+    tl.atomic_xchg(word_at(remote, offset), value, sem="release", scope="sys")
 
 
 @triton.jit
-def put_signal(bases, base, peer, offset, staging, nbytes, flag, value):
+def put_signal(remote, base, peer, offset, staging, nbytes, flag, value):
     """Complete a message that was written through `message_ptr`, then set its flag."""
-    signal_set(bases, base, peer, flag, value)
+    signal_set(remote, base, peer, flag, value)
 
 
 @triton.jit

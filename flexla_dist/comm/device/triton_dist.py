@@ -17,36 +17,36 @@ from flexla_dist.comm.device.memory import fence, floats_at, poll_ge, word_at
 
 
 @triton.jit
-def remote_ptr(bases, base, peer, offset):
+def remote_ptr(remote, base, peer, offset):
     """Pointer to fp32 values in the part of `peer`, which must be one that can be addressed."""
     return tl.multiple_of(dl.symm_at(floats_at(base, offset), peer.to(tl.int32)), 16)
 
 
 @triton.jit
-def message_ptr(bases, base, peer, offset, staging):
+def message_ptr(remote, base, peer, offset, staging):
     """Where to write what `put_signal` completes: the peer's memory, or this rank's staging."""
     pointer = floats_at(base, staging)
-    if tl.load(bases + peer) != 0:
-        pointer = remote_ptr(bases, base, peer, offset)
+    if remote != 0:
+        pointer = remote_ptr(remote, base, peer, offset)
     return tl.multiple_of(pointer, 16)
 
 
 @triton.jit
-def signal_set(bases, base, peer, offset, value):
+def signal_set(remote, base, peer, offset, value):
     """Set a flag in the part of `peer`, after all that this program wrote."""
     fence()
     flag, element = word_at(base, offset), peer.to(tl.int32)
-    if tl.load(bases + peer) != 0:
+    if remote != 0:
         dl.notify(flag, element, signal=value, sig_op="set", comm_scope="intra_node")
     else:
         dl.notify(flag, element, signal=value, sig_op="set", comm_scope="inter_node")
 
 
 @triton.jit
-def put_signal(bases, base, peer, offset, staging, nbytes, flag, value):
+def put_signal(remote, base, peer, offset, staging, nbytes, flag, value):
     """Complete a message that was written through `message_ptr`, then set its flag."""
-    if tl.load(bases + peer) != 0:
-        signal_set(bases, base, peer, flag, value)
+    if remote != 0:
+        signal_set(remote, base, peer, flag, value)
     else:
         fence()
         libshmem_device.putmem_signal_block(
