@@ -7,9 +7,10 @@ all tokens. What does not cancel, at token t, are the pairs of a row at or after
 before it, which this pass adds up by themselves.
 
 Requires: canonical spelling. Guarantees: no reversed running sum along the tokens of row sums less
-column sums of a lower triangular value. The columns before t are added up by a running sum over
-pairs, forwards, as reversed scans cost six times as much on a GPU. That is still more than a sum
-over tokens, and `needs_cuts` tells whether a gradient of a parameter makes it worth while.
+column sums of a lower triangular value. Columns up to t are added up by a running sum over pairs,
+forwards, as reversed scans cost six times as much on a GPU; column t, as large as what it is taken
+from at most, is taken off again. That is still more than a sum over tokens, and `needs_cuts` tells
+whether a gradient of a parameter makes it worth while.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def _across(b: Builder, m: Match) -> Operand | None:
     for pair in rows_less_columns(terms(m["x"])):
         strict = highest_diagonal(pair.value) == -1
         value = pair.value if strict else b.emit(ops.tril, pair.value, diagonal=-1)
-        earlier = b.emit(ops.sub, b.emit(ops.cumsum, value, dim=-1, reverse=False), value)
-        across = b.emit(ops.total, b.emit(ops.tril, earlier, diagonal=0), dim=-2)
+        until = b.emit(ops.cumsum, value, dim=-1, reverse=False)
+        reached = b.emit(ops.total, b.emit(ops.tril, until, diagonal=0), dim=-2)
+        across = b.emit(ops.sub, reached, b.emit(ops.total, value, dim=-2))
         nothing = b.expand(0.0, TOKENS)
         rest = replaced(b, m["x"], {pair.rows: nothing, pair.columns: nothing})
         others = b.emit(ops.cumsum, rest, dim=-1, reverse=True)
