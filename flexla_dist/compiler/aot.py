@@ -104,19 +104,19 @@ class CompileTask:
 class _Noted:
     """Stands for a kernel's function: notes launches instead of running them."""
 
-    def __init__(self, owner: _RecordingExecutor, direction: str, built: Built):
-        self.owner, self.direction, self.built = owner, direction, built
+    def __init__(self, owner: _RecordingExecutor, direction: str, name: str, function: Any):
+        self.owner, self.direction = owner, direction
+        self.name, self.function = name, function
 
     def __getitem__(self, grid: Sequence[int]) -> Any:
         return self._note
 
     def _note(self, *arguments: Any, **keywords: Any) -> None:
-        function = self.built.function
+        function = self.function
         kinds = [str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in arguments]
-        key = f"{function.module}:{self.built.emitted.name} {kinds} {sorted(keywords.items())}"
-        name = self.built.emitted.name
+        key = f"{function.module}:{self.name} {kinds} {sorted(keywords.items())}"
         self.owner.records[key] = LaunchRecord(
-            self.direction, name, function, arguments, keywords, key
+            self.direction, self.name, function, arguments, keywords, key
         )
 
 
@@ -128,9 +128,12 @@ class _RecordingExecutor(TritonExecutor):
 
     def built(self, direction: str, uneven: frozenset[str]) -> tuple[Built, ...]:  # type: ignore[override]
         return tuple(
-            Built(b.kernel, b.emitted, _Noted(self, direction, b))
+            Built(b.kernel, b.emitted, _Noted(self, direction, b.emitted.name, b.function))
             for b in TritonExecutor.built(self, direction, uneven)
         )
+
+    def helper(self, direction: str, name: str, subject: str) -> Any:
+        return _Noted(self, direction, name, TritonExecutor.helper(self, direction, name, subject))
 
     def _fitting(self, problem: Problem, direction: str, once: Callable[[int], Any]) -> Any:
         return once(self.shrink)

@@ -162,6 +162,9 @@ class WarmingExecutor(TritonExecutor):
             for b in TritonExecutor.built(self, direction, uneven)
         )
 
+    def helper(self, direction: str, name: str, subject: str) -> Warming:
+        return Warming(TritonExecutor.helper(self, direction, name, subject))
+
 
 def test_a_smaller_device_gets_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = graphs_of("linear_attn")

@@ -220,13 +220,14 @@ def test_floor_of_the_reference_shape() -> None:
 def test_long_documents_of_one_head_are_cut_into_segments() -> None:
     forward = plan_of(explain("linear_attn", heads=1), "forward")
     assert forward.segments > 1
-    first, second = forward.kernels
-    assert (first.kind, second.kind) == ("summary", "scan")
+    first, folded, second = forward.kernels
+    assert (first.kind, folded.kind, second.kind) == ("summary", "fold", "scan")
     assert first.purpose == "over every segment, from zero: S_hat"
     assert "output" in map(str, second.writes) and "output" not in map(str, first.writes)
     assert first.flops == 256 * 2 * 128 * 64 * 128 < second.flops
-    between = [step for step in forward.steps if step.kind == "torch"]
-    assert any("add" in step.purpose for step in between)
+    assert "S_hat of segments" in map(str, folded.reads)
+    assert "S entering" in map(str, folded.writes) and "S entering" in map(str, second.reads)
+    assert not any("add" in step.purpose for step in forward.steps if step.kind == "torch")
 
 
 def test_flops_of_operators() -> None:

@@ -9,7 +9,6 @@ from flexla_dist.compiler.executor.segments import (
     Segments,
     fold,
     fold_reverse,
-    segment_decays,
     select_rows,
 )
 
@@ -26,29 +25,16 @@ def param_sum(found: Tensor, dtype: torch.dtype) -> Tensor:
     return found.sum((0, 1)).to(dtype)
 
 
-def decays_of_segments(chunks: Tensor, shape: tuple[int, ...], segments: Segments) -> Tensor:
-    """M of each segment from those of the chunks."""
-    return segment_decays(chunks[0].reshape(shape), segments)
-
-
 def identities(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Identity matrices [*lead, K, K]."""
     return torch.eye(shape[-1], device=device).expand(shape).contiguous()
 
 
 def folded(
-    local: Tensor,
-    entry: Tensor,
-    found: Tensor | None = None,
-    *,
-    reverse: bool,
-    dense: bool,
-    segments: Segments,
+    local: Tensor, entry: Tensor, matrix: Tensor, *, reverse: bool, segments: Segments
 ) -> Tensor:
-    """States entering the segments, or gradients of those leaving; `found` is M of each."""
-    folding = fold_reverse if reverse else fold
-    decay, matrix = (None, found) if dense else (found, None)
-    return folding(local, decay, matrix, entry, segments)
+    """States entering the segments, or gradients of those leaving; `matrix` is M of each."""
+    return (fold_reverse if reverse else fold)(local, None, matrix, entry, segments)
 
 
 def exit_rows(leave: Tensor, rows: list[int]) -> Tensor:

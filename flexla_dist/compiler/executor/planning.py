@@ -7,15 +7,19 @@ the generated kernels to rooms; scans run once, or, cut into segments, from zero
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from flexla_dist.compiler.executor import between
+from flexla_dist.compiler.executor import fold_kernel as hand
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor import triton_run as running
 from flexla_dist.compiler.executor.launch import Launch, power_of_two
@@ -213,11 +217,44 @@ class Planner:
             return
         self.launch(built)
         for name, node in built.kernel.stores.items():
-            dims = (1 if d == UNIT_DIM else self.problem.size(d) for d in node.meta["dims"])
-            shape = (self.num_chunks, self.problem.heads, *dims)
-            function = partial(between.decays_of_segments, shape=shape, segments=self.segments)
-            found = self.rooms.compute(function, self.memory[f"{name}_ptr"])
-            self.entering.maps[name.removeprefix("decay_")] = found
+            dims = tuple(1 if d == UNIT_DIM else self.problem.size(d) for d in node.meta["dims"])
+            found = Room((self.segments.count, self.problem.heads, *dims), torch.float32)
+            state = name.removeprefix("decay_")
+            self._multiply(f"state_{state}", self.memory[f"{name}_ptr"], found)
+            self.entering.maps[state] = found
+
+    def _multiply(self, subject: str, decays: Room, found: Room) -> None:
+        """M of each segment from those of the chunks."""
+        size = math.prod(found.shape[2:])
+        blocks = -(-size // hand.PRODUCT_BLOCK)
+        constants = {
+            "HV": self.problem.heads,
+            "SIZE": size,
+            "BLOCK": hand.PRODUCT_BLOCK,
+            "ROWS": hand.PRODUCT_ROWS,
+            "num_blocks": blocks,
+        }
+        rooms = (decays, self.memory["document_chunk"], found)
+        self._add_helper("segment_products", subject, found.shape[0] * blocks, rooms, constants)
+
+    def _add_helper(
+        self,
+        name: str,
+        subject: str,
+        programs: int,
+        rooms: tuple[Room, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        """Add a kernel of `fold_kernel` for the state of the argument `subject`."""
+        function = self.executor.helper(self.direction, name, subject)
+        grid = (programs, self.problem.heads)
+        options = {"num_warps": 4, "num_stages": 1}
+
+        def make() -> Step:
+            places = tuple(place_of(room) for room in rooms)
+            return running.Launch(function, grid, places, (), constants, options)
+
+        self.rooms.events.append(Event(rooms, make))
 
     def _map(self, built: Built) -> None:
         """M of every segment: the scan of M alone, from the identity."""
@@ -253,7 +290,9 @@ class Planner:
         override |= {f"leave_{key}_ptr": leave[key] for key in keys}
         self.launch(built, override)
         for key in keys:
-            self._take_exit(key, leave[key], kind)
+            dense = self.executor.graphs.transitions[key.removeprefix(f"{kind}_")].has_matrix
+            if dense and not (known and not self.forward):
+                self._take_exit(key, leave[key], kind)
 
     def _summarise(self, built: Built) -> None:
         """States entering the segments, by a scan of its own."""
@@ -276,20 +315,51 @@ class Planner:
             override[f"leave_{key}_ptr"] = local
             override[f"{key}_ptr"] = local
         self.launch(built, override, keep=False)
-        out = {}
-        for key in keys:
-            name = key.removeprefix(f"{kind}_")
-            local, entry = override[f"leave_{key}_ptr"], self.memory[f"enter_{key}_ptr"]
-            found = self.entering.maps.get(name)
-            function = partial(
-                between.folded,
-                reverse=kind != "state",
-                dense=self.executor.graphs.transitions[name].has_matrix,
-                segments=self.segments,
-            )
-            sources = (local, entry) if found is None else (local, entry, found)
-            out[name] = self.rooms.compute(function, *sources, like=local)
-        return out
+        return {
+            key.removeprefix(f"{kind}_"): self._fold(key, kind, override[f"leave_{key}_ptr"])
+            for key in keys
+        }
+
+    def _fold(self, key: str, kind: str, local: Room) -> Room:
+        """States entering the segments; where M is elementwise also those leaving documents."""
+        assert self.segments is not None
+        name, entry = key.removeprefix(f"{kind}_"), self.memory[f"enter_{key}_ptr"]
+        found = self.entering.maps.get(name)
+        if self.executor.graphs.transitions[name].has_matrix:
+            assert found is not None
+            reverse = kind != "state"
+            function = partial(between.folded, reverse=reverse, segments=self.segments)
+            return self.rooms.compute(function, local, entry, found, like=local)
+        sizes = (*local.shape[2:], 1, 1)
+        mapped = (1, 1) if found is None else (*found.shape[2:], 1, 1)
+        size = math.prod(local.shape[2:])
+        blocks = -(-size // hand.FOLD_BLOCK)
+        constants = {
+            "HV": self.problem.heads,
+            "ROWS": sizes[0],
+            "COLUMNS": sizes[1],
+            "MAP_ROWS": mapped[0],
+            "MAP_COLUMNS": mapped[1],
+            "DECAY": found is not None,
+            "REVERSE": kind != "state",
+            "BLOCK": hand.FOLD_BLOCK,
+            "num_blocks": blocks,
+        }
+        entering = Room(local.shape, torch.float32)
+        leave = self.memory[f"leave_{key}_ptr"]
+        rooms = (local, found or local, entry, self._owners(), entering, leave)
+        self._add_helper("fold_segments", key, entry.shape[0] * blocks, rooms, constants)
+        return entering
+
+    def _owners(self) -> Room:
+        """First segment of each document."""
+        if "owners" not in self.memory:
+            assert self.segments is not None
+            documents = self.segments.documents
+            counts = Counter(documents)
+            starts = accumulate((counts[d] for d in range(self.problem.num_sequences)), initial=0)
+            self._add_table("owners", list(starts))
+        return self.memory["owners"]
 
     def _take_exit(self, key: str, leave: Room, kind: str) -> None:
         """States that leave documents: of their last segment, or first for gradients."""

@@ -20,6 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from flexla_dist.compiler.build import load_module, module_text
 from flexla_dist.compiler.emit.kernel import Emitted, emit_kernel
+from flexla_dist.compiler.executor import fold_kernel
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.launch import interpreting
@@ -129,6 +130,10 @@ class TritonExecutor:
             Built(kernel, e, getattr(module, e.name))
             for kernel, e in zip(schedule.kernels, emitted, strict=True)
         )
+
+    def helper(self, direction: str, name: str, subject: str) -> Any:
+        """A kernel of `fold_kernel`, as a direction launches it for the argument `subject`."""
+        return getattr(fold_kernel, name)
 
     # -- phases -------------------------------------------------------------------------------
 

@@ -83,7 +83,8 @@ def plan_svg(plan: DirectionPlan) -> str:
         key = str(number)
         sources: dict[str, list[Move]] = {}
         for move in step.reads:
-            found = [written[name] for name in entering_from(move.name) if name in written]
+            names = (move.name,) if move.name in written else entering_from(move.name)
+            found = [written[name] for name in names if name in written]
             edges += [(source, key) for source in found]
             sources.setdefault(found[0] if found else "", []).append(move)
         written.update(dict.fromkeys((move.name for move in step.writes), key))

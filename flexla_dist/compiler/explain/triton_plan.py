@@ -94,6 +94,10 @@ class _Watched(TritonExecutor):
             for kernel, e in zip(schedule.kernels, emitted, strict=True)
         )
 
+    def helper(self, direction: str, name: str, subject: str) -> Any:
+        """Notes launches of a kernel between scans of segments."""
+        return _NotedHelper(self, name, subject)
+
     def finish(self, direction: str) -> DirectionPlan:
         """The plan of a direction that was just run."""
         steps, self.steps = tuple(_joined(self.steps)), []
@@ -252,6 +256,50 @@ class _Noted:
                 policy = policy_of(node, keywords["MODE"])
                 out.append(Product(text, flops, policy, node.meta["origin"]))
         return tuple(out)
+
+
+class _NotedHelper:
+    """A kernel of `fold_kernel`; `subject` is the argument that holds the state."""
+
+    def __init__(self, owner: _Watched, name: str, subject: str):
+        self.owner, self.name, self.subject = owner, name, subject
+
+    def __getitem__(self, grid: Sequence[int]) -> Any:
+        def note(*arguments: Any, **keywords: Any) -> None:
+            self.owner.steps.append(self._step(tuple(grid), arguments, keywords))
+
+        return note
+
+    def _step(
+        self, grid: tuple[int, ...], memory: Sequence[Tensor], keywords: dict[str, Any]
+    ) -> Step:
+        subject = argument_name(self.subject)
+        state = subject.removeprefix("grad_next_")
+        if self.name == "segment_products":
+            purpose = "M of every segment, from those of its chunks"
+            reads = (Move(f"decay_{state}", memory[0].nbytes), Move("offsets", memory[1].nbytes))
+            writes = (Move(segment_map(state), memory[2].nbytes),)
+        else:
+            purpose = f"{subject} entering every segment: M of one after the other"
+            moves = [Move(segment_sum(subject), memory[0].nbytes)]
+            if keywords["DECAY"]:
+                moves.append(Move(segment_map(state), memory[1].nbytes))
+            moves.append(Move(f"{subject} entering documents", memory[2].nbytes))
+            reads = (*moves, Move("offsets", memory[3].nbytes))
+            writes = (
+                Move(f"{subject} entering", memory[4].nbytes),
+                Move(f"{subject} leaving documents", memory[5].nbytes),
+            )
+        return Step(
+            name=self.name,
+            kind="fold",
+            purpose=purpose,
+            reads=reads,
+            writes=writes,
+            grid=grid,
+            warps=keywords["num_warps"],
+            stages=keywords["num_stages"],
+        )
 
 
 def _after(node: fx.Node) -> str:
