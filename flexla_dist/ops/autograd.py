@@ -61,22 +61,31 @@ class Call:
     """A problem without its tensors: how to rebuild it from the tensors that autograd saved."""
 
     problem: Problem
-    names: tuple[str, ...]  # inputs then parameters, the order of the tensor arguments
-    num_inputs: int
+    inputs: tuple[str, ...]  # names of the tensor arguments in order: inputs, then parameters
+    params: tuple[str, ...]
 
     @staticmethod
     def of(problem: Problem) -> Call:
         """Take the tensors of a problem apart."""
-        names = (*problem.inputs, *problem.params)
         bare = problem.with_tensors({}, {})
-        return Call(bare, names, len(problem.inputs))
+        return Call(bare, tuple(problem.inputs), tuple(problem.params))
+
+    @property
+    def count(self) -> int:
+        """Number of tensor arguments."""
+        return len(self.inputs) + len(self.params)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Problem:
-        """The problem with these tensors, in the order of `names`."""
-        named = dict(zip(self.names, tensors, strict=True))
-        inputs = {name: named[name] for name in self.names[: self.num_inputs]}
-        params = {name: named[name] for name in self.names[self.num_inputs :]}
+        """The problem with these tensors, inputs and parameters in order."""
+        count = len(self.inputs)
+        inputs = dict(zip(self.inputs, tensors[:count], strict=True))
+        params = dict(zip(self.params, tensors[count:], strict=True))
         return self.problem.with_tensors(inputs, params)
+
+    def ordered(self, found: Gradients) -> States:
+        """Gradients in the order of the tensor arguments."""
+        inputs = [found.inputs[name] for name in self.inputs]
+        return (*inputs, *[found.params[name] for name in self.params])
 
 
 # -- what is refused, and what is switched off ------------------------------------------------
@@ -194,18 +203,17 @@ class LocalGradients(torch.autograd.Function):
         executor: Executor, call: Call, num_states: int, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         seeds, kept = tensors[: 1 + num_states], tensors[1 + num_states :]
-        entry, rest = kept[:num_states], kept[num_states : num_states + len(call.names)]
+        entry, rest = kept[:num_states], kept[num_states : num_states + call.count]
         problem = call.rebuild(rest)  # type: ignore[arg-type]
         with full_precision(problem.device):
             found = executor.backward(
                 problem,
-                kept[num_states + len(call.names) :],  # type: ignore[arg-type]
+                kept[num_states + call.count :],  # type: ignore[arg-type]
                 entry,  # type: ignore[arg-type]
                 output_seed(problem, seeds[0]),
                 exit_seeds(entry, seeds[1:]),  # type: ignore[arg-type]
             )
-        named = {**found.inputs, **found.params}
-        return (*found.entry, *(named[name] for name in call.names))
+        return (*found.entry, *call.ordered(found))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -86,7 +86,7 @@ class Outline:
     def entry_state(self, initial: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         """The given initial state checked and in the compute dtype, or zeros."""
         if initial is None:
-            return self._blank_state()
+            return self.zero_state()
         if not isinstance(initial, Tensor | tuple | list):
             raise ArgumentTypeError(
                 f"{self.spec.name}: initial_state is {type(initial).__name__}; expected a tensor "
@@ -102,15 +102,6 @@ class Outline:
         for name, state in zip(names, given, strict=True):
             self._check_state(name, state)
         return tuple(state.to(self.compute_dtype).contiguous() for state in given)
-
-    def _blank_state(self) -> tuple[Tensor, ...]:
-        """`zero_state` that nobody writes to; shared where it is zeros."""
-        if self.spec.log_scaled is not None or not self.most_chunks:
-            return self.zero_state()
-        return tuple(
-            device_zeros(self.state_shape(name), self.compute_dtype, self.device)
-            for name in self.state_names
-        )
 
     def _check_state(self, name: str, state: Tensor) -> None:
         if not isinstance(state, Tensor):
@@ -136,10 +127,12 @@ class Outline:
 class Family:
     """Problems of equal shapes, dtypes and documents on one device; equal only to itself.
 
-    `sizes` is what problems of other B and T have in common with it.
+    `sizes` is what problems of other B and T have in common with it, `states` the shapes of the
+    states if those before the first token are zeros that may be shared.
     """
 
     sizes: tuple[object, ...]
+    states: tuple[tuple[int, ...], ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,7 +148,20 @@ class Problem(Outline):
     def __post_init__(self) -> None:
         if self.family is None:
             sizes = (tuple(self.sizes.items()), self.output_dtype, self.device.type)
-            object.__setattr__(self, "family", Family(sizes))
+            own = self.spec.log_scaled is not None or not self.layout.chunks
+            states = None if own else tuple(self.state_shape(name) for name in self.state_names)
+            object.__setattr__(self, "family", Family(sizes, states))
+
+    def entry_state(self, initial: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """The given initial state checked and in the compute dtype, or zeros.
+
+        Zeros are shared: nobody may write to them. Without tokens, where states may pass through
+        as they are, they are not.
+        """
+        if initial is None and self.family.states is not None:
+            dtype, device = self.compute_dtype, self.device
+            return tuple([device_zeros(shape, dtype, device) for shape in self.family.states])
+        return super().entry_state(initial)
 
     def with_tensors(
         self,

@@ -19,6 +19,7 @@ from flexla_dist.compiler.executor.tables import Table, found_table
 from flexla_dist.compiler.executor.triton_run import Place, Step
 
 BLOCK_STEP = 256  # bytes between the starts of parts of a block
+SMALL = 1 << 18  # bytes; smaller rooms share one block, which lives as long as any of them
 
 
 @dataclass(eq=False)
@@ -120,7 +121,7 @@ class Rooms:
         """What is made before and what dropped after each event."""
         made: dict[int, list[Step]] = {}
         dropped: dict[int, list[int]] = {}
-        blocks: dict[tuple[int, int], list[Room]] = {}
+        blocks: dict[tuple[int, int] | None, list[Room]] = {}
         every = dict.fromkeys(room for event in self.events for room in event.rooms)
         for room in every:
             if room.filled:
@@ -132,8 +133,10 @@ class Rooms:
                 step = running.Allocate(room.slot, room.shape, room.dtype)
                 made.setdefault(room.first, []).append(step)
             else:
-                blocks.setdefault((room.first, room.last), []).append(room)
-        for (first, last), rooms in blocks.items():
+                lives = None if room.bytes <= SMALL else (room.first, room.last)
+                blocks.setdefault(lives, []).append(room)
+        for rooms in blocks.values():
+            first, last = min(x.first for x in rooms), max(x.last for x in rooms)
             slot, size = self.new_slot(), 0
             for room in rooms:
                 room.place = Place(slot, size, room.shape, room.dtype)

@@ -277,8 +277,11 @@ class _NotedHelper:
         state = subject.removeprefix("grad_next_")
         if self.name == "segment_products":
             purpose = "M of every segment, from those of its chunks"
-            reads = (Move(f"decay_{state}", memory[0].nbytes), Move("offsets", memory[1].nbytes))
-            writes = (Move(segment_map(state), memory[2].nbytes),)
+            reads: tuple[Move, ...] = (
+                Move(f"decay_{state}", memory[0].nbytes),
+                Move("offsets", memory[1].nbytes),
+            )
+            writes: tuple[Move, ...] = (Move(segment_map(state), memory[2].nbytes),)
         else:
             purpose = f"{subject} entering every segment: M of one after the other"
             moves = [Move(segment_sum(subject), memory[0].nbytes)]
