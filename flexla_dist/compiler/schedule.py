@@ -46,6 +46,7 @@ SLOW = frozenset(
     }
 )
 LOOPS = ("scan", "reverse", "map", "summary")
+VECTOR_SUMS = frozenset({ops.decay_rows, ops.decay_cols})
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
 _FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
@@ -224,7 +225,10 @@ class _Scheduler:
         """A scan that computes the results too; first what a serial loop should not compute."""
         early = self.wanted_before_loop([*carried.values(), *maps.values()], 1)
         early += [x for x in self._slow_below(results.values(), 1) if x not in early]
-        self.add_chunks("before_scan", sorted(early, key=self.order.__getitem__))
+        early.sort(key=self.order.__getitem__)
+        heavy = [x for x in early if any(n.target in HEAVY for n in self.body_of([x])[0])]
+        self.add_chunks("before_scan", [x for x in early if x not in heavy])
+        self.add_chunks("before_scan", heavy)
         if decays:
             body, loads = self.body_of(decays.values())
             self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
@@ -274,19 +278,80 @@ class _Scheduler:
         while pending or remaining:
             roots = [*pending, *remaining.values()]
             body, _ = self.body_of(roots)
+            before = self._before_vector_sums(body)
+            if before:
+                finished = {n: x for n, x in remaining.items() if x in before}
+                crossing = self._crossing(before, [x for x in body if x not in before], set(roots))
+                for result in finished:
+                    remaining.pop(result)
+                kept = self._still_read(crossing, [*pending, *remaining.values()])
+                self.add_chunks(name, kept, finished)
+                pending = [v for v in pending if v not in self.stored]
+                continue
             if self._fits(body):
                 self._emit_chunk(name, pending, remaining)
                 return
             crossing = self._cheapest_cut(body, set(roots))
-            self._emit_chunk(name, crossing, {})
+            finished = self._finished(crossing, remaining)
+            for result in finished:
+                remaining.pop(result)
+            kept = self._still_read(crossing, [*pending, *remaining.values()])
+            self._emit_chunk(name, kept, finished)
             pending = [v for v in pending if v not in self.stored]
+
+    @staticmethod
+    def _before_vector_sums(body: list[fx.Node]) -> list[fx.Node]:
+        """What does not depend on sums over pairs of tokens with vector decays, where that holds
+        products: those sums are elementwise in their dim, so by themselves they may be tiled."""
+        after: set[fx.Node] = set()
+        for node in body:
+            if node.target in VECTOR_SUMS or any(x in after for x in node.args):
+                after.add(node)
+        before = [node for node in body if node not in after]
+        costly = any(node.target is ops.matmul or node.target in HEAVY for node in before)
+        return before if after and costly else []
+
+    def _finished(self, crossing: list[fx.Node], results: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """Results that are plain arithmetic on values of a cut: they end in the kernel before it.
+        What they load beside must not grow: arguments stay where they are read anyway."""
+        before, _ = self.body_of(crossing)
+        known = {*before, *crossing}
+        found = {}
+        for name, root in results.items():
+            stack, plain = [root], True
+            while stack and plain:
+                node = stack.pop()
+                if node in known or node.op == "placeholder" or node in self.stored:
+                    continue
+                plain = node.target is not ops.matmul and node.target not in HEAVY | SLOW
+                stack.extend(x for x in node.args if isinstance(x, fx.Node))
+            if plain and any(x in known for x in self.body_of([root])[0]):
+                found[name] = root
+        return found
+
+    def _still_read(self, crossing: list[fx.Node], roots: list[fx.Node]) -> list[fx.Node]:
+        """The values of a cut that the rest needs."""
+        needed: set[fx.Node] = set()
+        stack, seen = list(roots), set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "placeholder" or node in self.stored:
+                continue
+            seen.add(node)
+            if node in crossing:
+                needed.add(node)
+                continue
+            stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return [node for node in crossing if node in needed]
 
     def _emit_chunk(self, name: str, values: list[fx.Node], results: dict[str, fx.Node]) -> None:
         body, loads = self.body_of([*values, *results.values()])
         stores = {buffer_name(node): node for node in values} | results
         count = sum(k.name.startswith(name) for k in self.kernels)
         unique = f"{name}_{count}" if count else name
-        self.kernels.append(Kernel(unique, "chunk", tuple(loads), tuple(body), stores))
+        row_dim = _free_chunk_dim(loads, body, stores.values(), self.spec.output_dims[-1])
+        kernel = Kernel(unique, "chunk", tuple(loads), tuple(body), stores, row_dim=row_dim)
+        self.kernels.append(kernel)
         for node in values:
             self.stored[node] = None
 
@@ -327,10 +392,26 @@ class _Scheduler:
                 continue
             seen.add(node)
             if self.costly[node] and node.target not in _FREE:
-                out[node] = None
+                below = self._only_product_below(node)
+                if below is None or below not in inside:
+                    out[node] = None
+                else:
+                    stack.append(below)
             else:
                 stack.extend(x for x in node.args if isinstance(x, fx.Node))
         return sorted(out, key=self.order.__getitem__)
+
+    def _only_product_below(self, node: fx.Node) -> fx.Node | None:
+        """The one operand with a product below it, if the node is arithmetic on it alone: several
+        values that are made from it then cross as one."""
+        if node.target in HEAVY | SLOW or node.target in (ops.matmul, ops.total, ops.amax):
+            return None
+        operands = [x for x in node.args if isinstance(x, fx.Node)]
+        products = {x for x in operands if self.costly[x]}
+        if len(products) != 1:
+            return None
+        below = products.pop()
+        return below if _rank(below) <= _rank(node) else None
 
     @staticmethod
     def _weight(node: fx.Node) -> float:
@@ -360,6 +441,20 @@ def _free_row_dim(
     row = firsts.pop()
     summed = any(row in _contracted(node) for node in body)
     return None if summed or row == column else row
+
+
+def _free_chunk_dim(
+    loads: Iterable[fx.Node], body: list[fx.Node], stores: Iterable[fx.Node], column: str
+) -> str | None:
+    """A dim of every product and of some result, over which a chunk kernel never sums."""
+    costly = [node for node in body if node.target is ops.matmul or node.target in HEAVY]
+    dims = {d for node in stores for d in node.meta["dims"]} - {TOKEN_DIM, UNIT_DIM, column}
+    for dim in sorted(dims):
+        in_all = costly and all(dim in node.meta["dims"] for node in costly)
+        summed = any(dim in _contracted(node) for node in body)
+        if in_all and not summed and not any(node.meta["dims"].count(dim) > 1 for node in loads):
+            return dim
+    return None
 
 
 def keeps_column_whole(spec: LinearAttentionSpec, forward: Cell, column: str) -> bool:

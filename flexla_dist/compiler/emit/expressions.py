@@ -112,6 +112,11 @@ class Expressions:
         """Storage-type names of values that also have a float32 name."""
         return self.__dict__.setdefault("_narrow", {})
 
+    def forget(self, node: fx.Node) -> None:
+        """Let a value be emitted again where it is needed next."""
+        self.tiles.pop(node, None)
+        self.narrow.pop(node, None)
+
     def stored(self, x: fx.Node) -> Tile:
         """An operand of a matrix product, in storage type where it still exists."""
         return self.narrow.get(x, self.tiles[x])

@@ -9,12 +9,14 @@ numbers. Memory layout: inputs and outputs [B, T, heads, ...]; states and values
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
 from flexla_dist.compiler.emit import device
 from flexla_dist.compiler.emit.expressions import Expressions, value_name
+from flexla_dist.compiler.emit.order import emission_order, held_values
 from flexla_dist.compiler.emit.tiles import Tile, along, index_name
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
@@ -30,6 +32,13 @@ RESERVED = (
     *("row_tile", "num_row_tiles", "KEEP"),
     *("T", "HV", "MODE", "PACKED", "num_tiles", "num_chunks", "num_tokens", "chunks_per_lane"),
     *("chunk_start", "chunk_length", "document_chunk", "document_start", "float"),
+)
+_AGAIN = (  # loads that differ are not merged into one that would hold registers in between
+    "",
+    ', cache_modifier=".ca"',
+    ', eviction_policy="evict_last"',
+    ', cache_modifier=".cg"',
+    ', eviction_policy="evict_first"',
 )
 TOKEN_ROLES = frozenset({"input", "log_decay", "grad_output"})
 
@@ -69,6 +78,7 @@ class _Emitter:
         self.column = schedule.column
         self.loop = kernel.kind in LOOPS
         self.inside = frozenset(kernel.body)
+        self.loaded: dict[fx.Node, int] = {}
 
     # -- facts --------------------------------------------------------------------------------
 
@@ -130,10 +140,44 @@ class _Emitter:
                 self._loop_text()
             else:
                 self._chunk_position()
-                for name, node in self.kernel.stores.items():
-                    self._need(node)
-                    self._store_result(name, node)
+                self._chunk_text()
         return w.text()
+
+    def _chunk_text(self) -> None:
+        """Steps in the order of fewest live registers; results are stored as soon as they are
+        there."""
+        names: dict[fx.Node, list[str]] = {}
+        for name, node in self.kernel.stores.items():
+            names.setdefault(node, []).append(name)
+        steps = emission_order(self.kernel)
+        held = held_values(self.kernel)
+        for at, node in enumerate(steps):
+            self._need(node)
+            for name in names.pop(node, ()):
+                self._store_result(name, node)
+            if at + 1 < len(steps):
+                self._forget(held - self._near(steps[at + 1]))
+        for node, rest in names.items():  # arguments that are results
+            self._need(node)
+            for name in rest:
+                self._store_result(name, node)
+
+    def _near(self, node: fx.Node) -> set[fx.Node]:
+        """What a step needs that is not there, and what it reads."""
+        found: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            x = stack.pop()
+            if x in found:
+                continue
+            found.add(x)
+            if x is node or (x in self.inside and x not in self.expressions.tiles):
+                stack.extend(y for y in x.args if isinstance(y, fx.Node))
+        return found
+
+    def _forget(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self.expressions.forget(node)
 
     def _describe(self) -> str:
         kinds = {
@@ -179,9 +223,9 @@ class _Emitter:
                 continue
             self._constant(f"size_{dim}")
             self._constant(f"tile_{dim}")
-            base = f"tile * tile_{dim} + " if dim == self.column else ""
+            base = f"tile.to(tl.int32) * tile_{dim} + " if dim == self.column else ""
             if dim == self.kernel.row_dim:
-                base = f"row_tile * tile_{dim} + "
+                base = f"row_tile.to(tl.int32) * tile_{dim} + "
             w.line(f"{index_name(dim)} = {base}tl.arange(0, tile_{dim})")
 
     def _chunk_position(self) -> None:
@@ -266,7 +310,9 @@ class _Emitter:
         name = node.meta["key"] if node.op == "placeholder" else buffer_name(node)
         address, mask = self._address(node, name, role)
         guard = f", mask={mask}, other=0.0" if mask else ""
-        text = f"tl.load({address}{guard})"
+        again = _AGAIN[self.loaded.get(node, 0) % len(_AGAIN)]
+        self.loaded[node] = self.loaded.get(node, 0) + 1
+        text = f"tl.load({address}{guard}{again})"
         label = value_name(node)
         var = self.writer.assign(label, text)
         zero = frozenset(node.meta["dims"]) & self.uneven
@@ -295,16 +341,17 @@ class _Emitter:
         pointer = self._pointer(f"{name}_ptr")
         count, head = heads
         if len(dims) == 1:
-            return f"{pointer} + (start + rows) * {count} + {head}", "rows < length"
+            return f"{pointer} + (start * {count} + {head}) + rows * {count}", "rows < length"
         dim = dims[1]
         if dim == UNIT_DIM:
             return (
-                f"{pointer} + ((start + rows) * {count} + {head})[:, None]",
+                f"{pointer} + (start * {count} + {head}) + (rows * {count})[:, None]",
                 "(rows < length)[:, None]",
             )
         at = index_name(dim)
         address = (
-            f"{pointer} + ((start + rows) * {count} + {head})[:, None] * size_{dim} + {at}[None, :]"
+            f"{pointer} + (start * {count} + {head}) * size_{dim} "
+            f"+ ((rows * ({count} * size_{dim}))[:, None] + {at}[None, :])"
         )
         mask = "(rows < length)[:, None]"
         if self._cut(dim):
@@ -322,18 +369,21 @@ class _Emitter:
         """Address of a tile that lies in one piece at `index`."""
         numel = self._numel(dims)
         address = f"{base} + {index} * {numel}" if numel != "1" else f"{base} + {index}"
-        masks = []
+        masks, steps = [], []
         rank = len(dims)
         for axis, dim in enumerate(dims):
             if dim == UNIT_DIM:
                 if rank == 2 and any(d != UNIT_DIM for d in dims):
-                    address += " + " + along("tl.arange(0, 1)", axis, rank)
+                    steps.append(along("tl.arange(0, 1)", axis, rank))
                 continue
             stride = self._numel(dims[axis + 1 :])
-            step = along(index_name(dim), axis, rank)
-            address += f" + {step}" if stride == "1" else f" + {step} * {stride}"
+            step = index_name(dim) if stride == "1" else f"({index_name(dim)} * {stride})"
+            steps.append(along(step, axis, rank))
             if self._cut(dim):
                 masks.append(along(f"({index_name(dim)} < size_{dim})", axis, rank))
+        offset = " + ".join(steps)
+        if offset:
+            address += f" + ({offset})" if len(steps) > 1 else f" + {offset}"
         return address, " & ".join(masks)
 
     # -- computing ----------------------------------------------------------------------------
@@ -431,10 +481,13 @@ class _Emitter:
             self._number(amount)
             address = address.replace(f"{name}_ptr", f"{name}_ptr + {offset}", 1)
         value = self._shaped(node)
-        if partial or tiled:
+        first = [] if partial or tiled else ["tile == 0"]
+        if self.kernel.row_dim and self.kernel.row_dim not in dims:
+            first.append("row_tile == 0")
+        if not first:
             self._store(address, value, mask)
             return
-        with self.writer.block("if tile == 0:"):
+        with self.writer.block(f"if {' and '.join(first)}:"):
             self._store(address, value, mask)
 
     def _shaped(self, node: fx.Node) -> str:

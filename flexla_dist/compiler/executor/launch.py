@@ -13,7 +13,7 @@ from torch import fx
 
 from flexla_dist.compiler.executor.problem import Outline
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.schedule import HEAVY, LOOPS, Kernel, Schedule
+from flexla_dist.compiler.schedule import HEAVY, LOOPS, VECTOR_SUMS, Kernel, Schedule
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import UNIT_DIM
 
@@ -24,7 +24,7 @@ _GATES = {ops.decay_matrix: (0, 1), ops.decay_scan: (0,), ops.decay_scan_reverse
 _VECTOR_GATES = (2, 3)
 ROW_TILE = 64
 FUSED_TILE = 64
-CROWDED = frozenset({ops.decay_rows, ops.decay_cols, ops.decay_scan_reverse})  # want more registers
+CHUNK_ROW_TILE = 32
 
 
 @dataclass(frozen=True)
@@ -123,26 +123,29 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
     if schedule.contracts_column:
         return Launch(width, 8 if width > 64 else 4, 1)
     wide = problem.output_dtype == torch.float32
+    flat = all(len(node.meta["dims"]) < 2 for node in kernel.carried)
     if kernel.kind == "scan" and not kernel.history:
-        tile = min(width, 32 if widest > 128 or wide else FUSED_TILE)
+        tile = min(width, 32 if widest > 128 or wide else 2 * FUSED_TILE if flat else FUSED_TILE)
         return Launch(max(MIN_TILE, tile >> shrink), 8 if widest > 128 else 4, 2)
     if kernel.kind in LOOPS:
         tile = min(width, 32 if widest > 128 or wide else 64)
         warps = 8 if widest > 128 and kernel.row_dim is None else 4
         return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
-    tile = min(width, 64 if widest > 128 or wide else 128)
-    crowded = any(node.target in CROWDED for node in kernel.body) or widest > 128
-    return Launch(max(MIN_TILE, tile >> shrink), 8 if crowded else 4, 1)
+    scans = any(node.target is ops.decay_scan_reverse for node in kernel.body)
+    tile = min(width, 64 if widest > 128 or wide or scans else 128)
+    vector = any(node.target in VECTOR_SUMS for node in kernel.body) and kernel.row_dim is None
+    return Launch(max(MIN_TILE, tile >> shrink), 8 if vector or widest > 128 else 4, 1)
 
 
 def row_tile(problem: Outline, kernel: Kernel) -> int:
-    """Rows of the state in one program of a loop that may be cut into row tiles."""
+    """Rows in one program of a kernel that may be cut into row tiles."""
     assert kernel.row_dim is not None
-    return min(power_of_two(problem.size(kernel.row_dim)), ROW_TILE)
+    most = ROW_TILE if kernel.kind in LOOPS else CHUNK_ROW_TILE
+    return min(power_of_two(problem.size(kernel.row_dim)), most)
 
 
 def row_tiles(problem: Outline, kernel: Kernel) -> int:
-    """Number of row tiles of a loop."""
+    """Number of row tiles of a kernel."""
     if kernel.row_dim is None:
         return 1
     return -(-problem.size(kernel.row_dim) // row_tile(problem, kernel))
