@@ -2,6 +2,9 @@
 
     torchrun --standalone --nproc_per_node=2 -m scaling_runs.model --calibrate \\
         --config configs/weak_scaling/cpu.yaml      links and kernel times of this machine
+    torchrun --standalone --nproc_per_node=8 -m scaling_runs.model --paced
+                                                    real ranks and messages around local parts that
+                                                    pause for a known time, more ranks than cores
     python -m scaling_runs.model --validate --host cpu
                                                     against rows of weak_scaling.py
     python -m scaling_runs.model --predict h20_ib --ranks 4,8,16,32,64,128,1024
@@ -26,27 +29,36 @@ import torch.distributed as dist
 from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import TrainConfig
 from flexla_dist.train.launch import start
+from scaling_runs.baselines import SYSTEMS
 from scaling_runs.machine import RESULTS, current_commit
-from scaling_runs.model.calibrate import calibrate, read_kernels, read_links
+from scaling_runs.model.calibrate import calibrate, measure_links, read_kernels, read_links
 from scaling_runs.model.clusters import (
     PRESETS,
     Cluster,
     ModelProblem,
+    from_calibration,
     get_cluster,
+)
+from scaling_runs.model.paced import (
+    PACED_COLUMNS,
+    PACED_KEY,
+    paced_model,
+    paced_systems,
 )
 from scaling_runs.model.predict import simulate
 from scaling_runs.model.programs import PROGRAMS
 from scaling_runs.model.validate import (
+    TOLERANCE,
     Measurements,
     compare,
     judge,
     keep_verdict,
     require_validation,
 )
-from scaling_runs.model.workload import KernelTable, workload_of
+from scaling_runs.model.workload import KernelTable, nearest_world, workload_of
 from scaling_runs.rows import RowStore, format_table
 from scaling_runs.weak_grid import Grid, GridProblem, Point, add_options, read_grid
-from scaling_runs.weak_rows import COLUMNS, KEY, describe_run
+from scaling_runs.weak_rows import COLUMNS, KEY, describe_run, measured_times
 
 PREDICTED = (
     *("kind", "date", "commit", "cluster", "kernels_of", "system", "variant", "direction"),
@@ -66,6 +78,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--calibrate", action="store_true", help="measure links and kernels here")
+    what.add_argument("--paced", action="store_true", help="compare with paced ranks, here")
     what.add_argument("--validate", action="store_true", help="compare with measured rows")
     what.add_argument("--predict", metavar="CLUSTER", help=f"one of {', '.join(PRESETS)}")
     parser.add_argument("--host", default="cpu", help="slug of the machine of --validate")
@@ -87,6 +100,33 @@ def run_calibration(grid: Grid, options: argparse.Namespace) -> None:
     calibrate(grid, provenance, ranks.device, options.results, say)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_paced(grid: Grid, options: argparse.Namespace) -> int:
+    """Compare the programs of the model with real ranks; rows go to paced_<host>.csv."""
+    ranks = start(TrainConfig(threads=1, device="cpu"))
+    provenance = describe_run("auto", (0,) * ranks.world, "", options.commit)
+    folder, slug = options.results, provenance.machine.slug
+    measure_links(provenance, ranks.device, 0.2, folder, lambda text: None)
+    systems = [name for name in PROGRAMS if name in SYSTEMS and name != "hierarchical"]
+    found, status = paced_systems(systems, grid.seconds), 0
+    if ranks.rank == 0:
+        rows = nearest_world(read_links(folder, slug), ranks.world)
+        links = dict(from_calibration(slug, 1, rows).inside)
+        store = RowStore(folder / f"paced_{slug}.csv", PACED_COLUMNS, PACED_KEY)
+        for system, times in found.items():
+            modelled = 1e3 * paced_model(system, ranks.world, links)
+            error = modelled / times.median_ms - 1
+            status |= abs(error) > TOLERANCE
+            shared = provenance.columns(ranks.world)
+            row = {name: shared[name] for name in PACED_COLUMNS if name in shared}
+            row |= {n: v for n, v in measured_times(times).items() if n in PACED_COLUMNS}
+            row |= {"kind": "paced", "system": system, "P": ranks.world}
+            store.put({**row, "modelled_ms": f"{modelled:.2f}", "error": f"{error:+.3f}"})
+        print(format_table(store.rows(), ("system", "P", "median_ms", "modelled_ms", "error")))
+    dist.barrier()
+    dist.destroy_process_group()
+    return status
 
 
 def run_validation(options: argparse.Namespace) -> int:
@@ -169,6 +209,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.calibrate:
             run_calibration(grid, options)
             return 0
+        if options.paced:
+            return run_paced(grid, options)
         if options.validate:
             return run_validation(options)
         run_prediction(grid, options)

@@ -1,0 +1,157 @@
+"""Real ranks and real messages around local parts of known length.
+
+A paced operator computes small tensors and then pauses until a phase has lasted as long as it is
+told. Pauses need no core, so that more ranks than cores run as if each had one: what is measured is
+the order of the program, its waits and its messages, which is what the model has to get right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexla_dist.ops.op import LinearAttentionOp, compile, run_local
+from flexla_dist.spec.variants import get_variant
+from flexla_dist.testing.inputs import make_inputs
+from scaling_runs.baselines import Settings, Sharding, get_system
+from scaling_runs.model.clusters import Cluster, Link
+from scaling_runs.model.predict import simulate
+from scaling_runs.model.workload import Bytes, Kernels, Workload
+from scaling_runs.weak_time import Clock, Times
+
+
+@dataclass(eq=False)
+class PacedExecutor:
+    """An executor whose phases last as long as `kernels` says of `heads` heads and `tokens` tokens,
+    and in proportion for others."""
+
+    inner: Any
+    kernels: Kernels
+    heads: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        """The name of the executor inside."""
+        return self.inner.name
+
+    def summary(self, problem: Any, sequence: int) -> Any:
+        """Paced."""
+        return self._paced(self.kernels.summary, problem, self.inner.summary, problem, sequence)
+
+    def forward(self, problem: Any, entry: Any) -> Any:
+        """Paced."""
+        return self._paced(self.kernels.forward, problem, self.inner.forward, problem, entry)
+
+    def adjoint_summary(self, problem: Any, *rest: Any) -> Any:
+        """Paced."""
+        inner = self.inner.adjoint_summary
+        return self._paced(self.kernels.adjoint, problem, inner, problem, *rest)
+
+    def backward(self, problem: Any, *rest: Any) -> Any:
+        """Paced."""
+        return self._paced(self.kernels.backward, problem, self.inner.backward, problem, *rest)
+
+    def _paced(
+        self, seconds: float, problem: Any, call: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        begin = time.perf_counter()
+        found = call(*arguments)
+        if problem.tokens > 1:
+            share = problem.heads / self.heads * problem.tokens / self.tokens
+            time.sleep(max(0.0, share * seconds - (time.perf_counter() - begin)))
+        return found
+
+
+class PacedOp:
+    """A compiled operator with a paced executor; all else is the operator's own."""
+
+    def __init__(self, op: LinearAttentionOp, kernels: Kernels, heads: int, tokens: int) -> None:
+        self._op = op
+        self._paced = PacedExecutor(op.executor("torch"), kernels, heads, tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
+
+    def executor(self, name: str | None = None, device: Any = None, dtype: Any = None) -> Any:
+        """The paced executor, whatever the device."""
+        return self._paced
+
+    def __call__(self, **arguments: Any) -> tuple[torch.Tensor, Any]:
+        """Output and state of the operator, paced."""
+        spec = self._op.spec
+        inputs, params, scalars = (
+            {name: arguments[name] for name in names if name in arguments}
+            for names in (spec.inputs, spec.params, spec.scalars)
+        )
+        executor: Any = self._paced
+        return run_local(executor, self._op.bind(inputs, params, scalars), None)
+
+
+PACE = Kernels(0.020, 0.040, 0.030, 0.060, 0.0, 0.0)
+PACED_COLUMNS = (
+    *("kind", "date", "commit", "host", "cores", "torch", "backend", "system", "P"),
+    *("median_ms", "p20_ms", "p80_ms", "modelled_ms", "error"),
+)
+PACED_KEY = ("host", "backend", "system", "P")
+
+
+def paced_systems(systems: Sequence[str], seconds: float) -> dict[str, Times]:
+    """Times of forward and backward by system, on all ranks of the default group."""
+    spec, heads = get_variant("simple_gla"), max(4, dist.get_world_size())
+    given = make_inputs(
+        spec,
+        batch=1,
+        tokens=8,
+        heads=heads,
+        value_heads=heads,
+        sizes={"K": 8, "V": 8},
+        dtype=torch.float32,
+        seed=dist.get_rank(),
+    )
+    op = compile(spec, chunk_size=8)
+    return {
+        system: paced_times(op, given.inputs, given.scalars, PACE, system, seconds)
+        for system in systems
+    }
+
+
+def paced_model(system: str, ranks: int, links: Mapping[str, Link]) -> float:
+    """Modelled seconds of such a call."""
+    cluster = Cluster("processes", 1 << 20, links, {})
+    heads = max(4, ranks)
+    state = 4 * heads * 8 * 8
+    sizes = Bytes(state, state + 4 * heads, 100 * heads, 32 * heads)
+    load = Workload(ranks, 8, sizes, PACE, min(4, heads))
+    return simulate(system, load, cluster, "fwdbwd").seconds
+
+
+def paced_times(
+    op: LinearAttentionOp,
+    given: Mapping[str, Any],
+    scalars: Mapping[str, float],
+    kernels: Kernels,
+    system: str,
+    seconds: float,
+) -> Times:
+    """Times of forward and backward of a paced call on all ranks of the default group.
+
+    given: leaves [B, T, heads, ...] of this rank, which want gradients.
+    """
+    first = next(iter(given.values()))
+    size = dist.get_world_size()
+    paced = PacedOp(op, kernels, first.shape[2], first.shape[1])
+    sharding = Sharding.of(None, (first.shape[1],) * size)
+    attend = get_system(system).prepare(paced, sharding, Settings(timeout=60.0))
+
+    def call() -> None:
+        output = attend(given, {}, scalars)
+        torch.autograd.grad(output, list(given.values()), torch.ones_like(output))
+
+    clock = Clock(dist.group.WORLD, torch.device("cpu"))
+    return Times.of(clock.barrier_samples(call, seconds))
