@@ -1,9 +1,13 @@
-"""Compiled operators as two `torch.library` ops, for compilers and whatever watches dispatch.
+"""Compiled operators as `torch.library` ops, for compilers and whatever watches dispatch.
 
     flexla_dist::attention(key, tensors, entry, scalars, cu_seqlens, executor)
         -> (output, exit states, saved)
     flexla_dist::attention_backward(the same, saved, grad_output, grad_exit)
         -> (gradients of tensors, gradients of entry)
+    flexla_dist::packed_attention, packed_attention_backward: the same of packed documents
+
+The host reads document bounds to lay out a call, so the packed ops are not captured in the CUDA
+graphs that inductor makes: a graph replayed with other bounds would compute with the old ones.
 
 `key` names a live operator: a hash of its graphs, its arguments and its options. The operator
 object keeps its entry alive; a graph that outlives it gets a MissingOperatorError, never another
@@ -167,7 +171,9 @@ def call(
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         numbers = whole_numbers(f"{key}: cu_seqlens", cu_seqlens, ArgumentTypeError)
         cu_seqlens = torch.tensor(numbers, dtype=torch.int64)
-    output, leave, _ = torch.ops.flexla_dist.attention(
+    ops = torch.ops.flexla_dist
+    run = ops.attention if cu_seqlens is None else ops.packed_attention
+    output, leave, _ = run(
         key, tensors, _in_compute_dtype(initial, tensors), scalars, cu_seqlens, executor or ""
     )
     return output, leave[0] if single else tuple(leave)
@@ -342,7 +348,9 @@ def _backward(ctx: Any, grad_output: Any, grad_exit: Any, grad_saved: Any) -> tu
         like.new_zeros(shape, dtype=dtype) if g is None else g
         for g, (shape, dtype) in zip(grad_exit, ctx.like_exit, strict=True)
     ]
-    grads, grad_entry = torch.ops.flexla_dist.attention_backward(
+    ops = torch.ops.flexla_dist
+    run = ops.attention_backward if kept[-1] is None else ops.packed_attention_backward
+    grads, grad_entry = run(
         key, tensors, entry, scalars, kept[-1], executor, saved, grad_output, seeds
     )
     return None, grads, grad_entry, None if scalars else [], None, None
@@ -372,14 +380,27 @@ def _define() -> torch.library.Library:
             _remember_name,
         ),
     }
-    for name, (real, fake, backward, setup) in kernels.items():
-        full = f"{NAMESPACE}::{name}"
-        library.define(name + _SCHEMAS[name], tags=tags)
-        library.impl(name, real, "CompositeExplicitAutograd")
-        torch.library.register_fake(full, fake, lib=library)
-        torch.library.register_autograd(full, backward, setup_context=setup, lib=library)
-        torch.library.register_vmap(full, _refuse_vmap, lib=library)
+    for kind, functions in kernels.items():
+        _define_op(library, kind, _SCHEMAS[kind], tags, functions)
+        unsafe = (*tags, torch.Tag.cudagraph_unsafe)
+        _define_op(library, f"packed_{kind}", _SCHEMAS[kind], unsafe, functions)
     return library
+
+
+def _define_op(
+    library: torch.library.Library,
+    name: str,
+    schema: str,
+    tags: tuple[torch.Tag, ...],
+    functions: tuple[Any, ...],
+) -> None:
+    real, fake, backward, setup = functions
+    full = f"{NAMESPACE}::{name}"
+    library.define(name + schema, tags=tags)
+    library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(full, fake, lib=library)
+    torch.library.register_autograd(full, backward, setup_context=setup, lib=library)
+    torch.library.register_vmap(full, _refuse_vmap, lib=library)
 
 
 _LIBRARY = _define()

@@ -19,7 +19,7 @@ from flexla_dist.compiler.executor.torch_executor import TorchExecutor
 from flexla_dist.compiler.pipeline import compile_graphs
 from flexla_dist.errors import MissingOperatorError
 from flexla_dist.layers.linear_attention import LayerConfig, LinearAttentionLayer
-from flexla_dist.ops import chunk_gated_delta_rule, chunk_gla, chunk_kda
+from flexla_dist.ops import chunk_gated_delta_rule, chunk_gla, chunk_kda, chunk_linear_attn
 from flexla_dist.ops.custom_ops import find
 from flexla_dist.ops.op import LinearAttentionOp
 from flexla_dist.testing.inputs import CallInputs
@@ -262,3 +262,29 @@ def test_longest_chunk_of_an_outline() -> None:
     assert known.longest_chunk == fitting_chunk_size(24, 64) == 32
     assert known.most_chunks == 1
     assert TorchExecutor(graphs_of("gla")).saved_shapes(known)[0].shape[0] == 1
+
+
+def test_packed_calls_are_kept_out_of_cuda_graphs() -> None:
+    graphs = []
+
+    def keep(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(module)
+        return module
+
+    q = torch.randn(1, 32, 1, 16)
+    for bounds in (None, torch.tensor([0, 10, 32])):
+        torch._dynamo.reset()
+        run = torch.compile(
+            lambda x, b: chunk_linear_attn(x, x, x, cu_seqlens=b)[0], fullgraph=True, backend=keep
+        )
+        run(q, bounds)
+    called = [
+        {str(node.target) for node in g.graph.nodes if "attention" in str(node.target)}
+        for g in graphs
+    ]
+    assert ["packed" in str(names) for names in called] == [False, True]
+    ops = torch.ops.flexla_dist
+    unsafe = torch.Tag.cudagraph_unsafe
+    assert unsafe in ops.packed_attention.default.tags
+    assert unsafe in ops.packed_attention_backward.default.tags
+    assert unsafe not in ops.attention.default.tags
