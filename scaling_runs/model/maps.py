@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from scaling_runs.model.clusters import Cluster, ModelProblem
 from scaling_runs.model.predict import simulate
 from scaling_runs.model.workload import Bytes, Kernels, Workload
@@ -12,7 +14,7 @@ CANDIDATES = (
     *("chain", "log_scan", "hierarchical", "lasp2", "zeco", "fused_chain", "fused_hierarchical"),
 )
 MEMORY_BANDWIDTH = 4.0e12
-PANEL_BYTES = 1 << 16
+PANEL_BYTES, MOST_PANELS = 1 << 16, 16
 
 
 def exchange_load(ranks: int, state: int, dense: bool) -> Workload:
@@ -21,17 +23,22 @@ def exchange_load(ranks: int, state: int, dense: bool) -> Workload:
     element = 2 * state if dense else state
     apply = (3 * state + (element - state)) / MEMORY_BANDWIDTH
     kernels = Kernels(0.0, 0.0, 0.0, 0.0, apply, 2 * apply)
-    panels = max(1, min(64, state // PANEL_BYTES))
+    panels = max(1, min(MOST_PANELS, state // PANEL_BYTES))
     return Workload(ranks, 0, Bytes(state, element, 0, 0), kernels, panels)
 
 
-def strategy_map(cluster: Cluster, dense: bool) -> tuple[list[str], list[list[int]]]:
+def strategy_map(
+    cluster: Cluster,
+    dense: bool,
+    ranks: Sequence[int] = MAP_RANKS,
+    states: Sequence[int] = MAP_STATES,
+) -> tuple[list[str], list[list[int]]]:
     """(names, index of the quickest for each state size and number of ranks)."""
     best = []
-    for state in MAP_STATES:
+    for state in states:
         row = []
-        for ranks in MAP_RANKS:
-            load = exchange_load(ranks, state, dense)
+        for count in ranks:
+            load = exchange_load(count, state, dense)
             times: dict[str, float] = {}
             for name in CANDIDATES:
                 try:
