@@ -1,4 +1,4 @@
-"""Times of host scans over the ranks of a group, all ranks starting at the same moment."""
+"""Times of host scans over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from flexla_dist.comm.element import StateElement
 
 HEAD = 128
 HEAD_BYTES = 4 * HEAD * HEAD
-LEAD_SECONDS, SPIN_SECONDS = 3e-3, 3e-4
 WARM_UPS = 3
 
 
@@ -36,7 +35,7 @@ class ScanCase:
 
 @dataclass(frozen=True)
 class ScanTime:
-    """Milliseconds from the common start to the last rank's end."""
+    """Milliseconds of one scan, until the rank that waits longest has its state."""
 
     median_ms: float
     p20_ms: float
@@ -58,16 +57,13 @@ def make_element(kind: str, heads: int, device: torch.device) -> Element:
 
 
 def time_scans(
-    exchanger: StateExchanger,
-    cases: Sequence[ScanCase],
-    repeats: int,
-    device: torch.device,
-    one_host: bool,
+    exchanger: StateExchanger, cases: Sequence[ScanCase], repeats: int, device: torch.device
 ) -> list[ScanTime]:
     """Median and spread of every case; collective, the same on every rank.
 
-    one_host: whether the ranks share a clock. The cases take turns, so that what else the machine
-    does disturbs all of them alike.
+    A forward and a backward scan follow each other, as the last rank of one is the first of the
+    other; half of that is one scan. So no clocks are compared. The cases take turns, so that what
+    else the machine does disturbs all of them alike.
     """
     elements = {c: make_element(c.kind, c.heads, device) for c in cases}
     templates = {c: zero_state(elements[c]) for c in cases}
@@ -76,34 +72,17 @@ def time_scans(
     spans = torch.zeros(len(cases), WARM_UPS + repeats, dtype=torch.float64)
     for turn in range(WARM_UPS + repeats):
         for number, case in enumerate(cases):
-            start = _start_together(exchanger, one_host)
-            users[case].prefix(elements[case], crossing, Tag(), templates[case])
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            spans[number, turn] = time.perf_counter() - start
+            for _ in range(2):  # the first one settles the allocator after another size
+                dist.barrier()
+                start = time.perf_counter()
+                for scan in (users[case].prefix, users[case].suffix):
+                    scan(elements[case], crossing, Tag(), templates[case])
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                spans[number, turn] = (time.perf_counter() - start) / 2
     exchanger.flush()
     dist.all_reduce(spans, dist.ReduceOp.MAX)
     return [_summary(row[WARM_UPS:].tolist()) for row in spans]
-
-
-def _start_together(exchanger: StateExchanger, one_host: bool) -> float:
-    """The moment at which all ranks go on: one that rank 0 sets by the clock of their host, when
-    all have finished what was before.
-
-    On several hosts clocks differ; there a barrier has to do.
-    """
-    dist.barrier()
-    if not one_host:
-        return time.perf_counter()
-    at = torch.zeros(1, dtype=torch.float64)
-    if exchanger.rank == 0:
-        at += time.perf_counter() + LEAD_SECONDS
-    dist.broadcast(at, 0)
-    start = float(at)
-    time.sleep(max(0.0, start - time.perf_counter() - SPIN_SECONDS))
-    while time.perf_counter() < start:
-        pass
-    return start
 
 
 def _summary(spans: list[float]) -> ScanTime:

@@ -5,7 +5,7 @@
     torchrun --standalone --nproc_per_node=4 scaling_runs/links.py --node-size 2 --repeats 15
 
 alpha and beta are measured anew, then every strategy for each size of state and kind of M; the time
-of a scan is from a common start to the last rank's end. Rows go to
+of a scan is half of that of a forward and a backward scan in a row. Rows go to
 scaling_runs/results/links_<gpu>.csv; a newer run replaces the rows of the same key. Up to as many
 ranks as cores a prediction shall be within 25 percent of the median; beyond, the order of the
 strategies shall be right (--check: exit status 1 where it is not). Run it on a quiet machine: the
@@ -142,8 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     survey = exchanger.survey(device, fresh=True)
     runs = survey.topology.longest
     cases = cases_of(exchanger.size, runs, args.kinds.split(","))
-    one_host = len(set(survey.topology.hosts)) == 1
-    times = time_scans(exchanger, cases, args.repeats, device, one_host)
+    times = time_scans(exchanger, cases, args.repeats, device)
     wrong: list[str] = []
     if exchanger.rank == 0:
         machine = describe_machine(args.commit)

@@ -32,8 +32,9 @@ class MadeUp:
     def __init__(self, panel: float | None = None):
         self.per_byte, self.calls, self.met, self.panel_beta = 1e-6 / 1024, 0, False, panel
 
-    def meet(self) -> None:
+    def gather(self, size: int) -> float:
         self.met = True
+        return 2e-3 + 3 * size * self.per_byte
 
     def _one(self, size: int) -> float:
         self.calls += 1
@@ -188,6 +189,11 @@ def test_a_pair_measures_and_all_know(tmp_path: Path) -> None:
     assert link.measured and link.alpha == pytest.approx(1e-3) and found[0].rates.measured
     assert [t.calls > 0 for t in transports] == [True, True, False]
     assert all(t.met for t in transports)
+    gather = found[0].gather
+    assert gather is not None and gather.alpha == pytest.approx(2e-3)
+    payload = Payload.of_heads("none", 16)
+    gathered = found[0].choose(payload, "all_gather").table[3]
+    assert gathered.latency + gathered.wire == pytest.approx(2e-3 + 3 * 1024e-6)
     again, transports, gathers = survey(3, tmp_path)
     assert again[0].links == found[0].links and gathers == 1
     assert not any(t.calls for t in transports)

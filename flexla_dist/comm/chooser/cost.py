@@ -20,7 +20,8 @@ Host engine. A rank sends whole messages and waits for whole messages, so nothin
                 alpha_i + (r-1) wire_i(S) + (r-2) gap_i from the leader to its node; + R_i a
   all_gather    alpha + (P-2) gap + the larger of (r-1) wire_i(n), wire_i(n, r(r-1) messages) and
                 wire_x(n, messages that leave a node), + (P-1) a
-                Every rank gets P - 1 elements; r (P-r) leave a node, with NCCL's ring P - r.
+                Every rank gets P - 1 elements; r (P-r) leave a node, with NCCL's ring P - r. Where
+                the gather itself was measured, its time takes the place of all but (P-1) a.
 
 Device engine. A state is k panels of s = S/k bytes, each by one program, L of them at once; an
 element is k n/S panels. A panel's hop is h = alpha + s panel_beta + its product a_1; what is

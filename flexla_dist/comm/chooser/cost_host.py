@@ -50,10 +50,13 @@ def all_gather(setting: Setting) -> Parts:
     place, size = setting.topology, setting.payload.element
     others, run = place.size - 1, place.longest
     slow = setting.across if place.nodes > 1 else setting.inside
+    folded = others * apply_seconds(setting)
+    if setting.gather is not None:
+        return Parts(setting.gather.alpha, setting.gather.wire(size), folded)
     wire = [(run - 1) * setting.inside.wire(size), setting.inside.wire(size, run * (run - 1))]
     if place.nodes > 1:
         wire.append(setting.wire_across(size, setting.leaving()))
-    return Parts(slow.alpha + (others - 1) * slow.gap, max(wire), others * apply_seconds(setting))
+    return Parts(slow.alpha + (others - 1) * slow.gap, max(wire), folded)
 
 
 def apply_seconds(setting: Setting) -> float:

@@ -10,6 +10,7 @@ import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Protocol
 
@@ -23,8 +24,10 @@ from flexla_dist.comm.tag import Kind, Tag
 SIZES = (4 << 10, 1 << 20, 8 << 20)
 REPEATS = {4 << 10: 21, 1 << 20: 15, 8 << 20: 9}
 WARM_UPS = 3
+GATHERED_BYTES, GATHER_REPEATS = 32 << 20, 15
 BURST = 5
-_RATE_HEADS, _RATE_DIM, _RATE_REPEATS = 16, 128, 9
+_RATE_HEADS, _RATE_DIM, _RATE_REPEATS = 32, 128, 15
+_RATE_STATES = 24  # 48 MiB: what arrives in a scan is in no cache either
 
 
 class Transport(Protocol):
@@ -36,9 +39,9 @@ class Transport(Protocol):
 
     name: str
 
-    def meet(self) -> None:
-        """Something all ranks of the group do together before pairs measure; it may open
-        connections that need all of them."""
+    def gather(self, size: int) -> float:
+        """An all-gather of so many bytes of every rank; all ranks of the group call it, and before
+        pairs measure: it opens connections that need all of them."""
         ...
 
     def there_and_back(self, peer: int, size: int, first: bool) -> float:
@@ -66,9 +69,12 @@ class HostTransport:
     device: torch.device
     name: str
 
-    def meet(self) -> None:
+    def gather(self, size: int) -> float:
         """See `Transport`: NCCL's communicator of the whole group is made by all ranks."""
-        self.channel.all_gather(Kind.STATE, Tag(), self._state(SIZES[0]))
+        state = self._state(size)
+        start = self._now()
+        self.channel.all_gather(Kind.STATE, Tag(), state)
+        return self._now() - start
 
     def there_and_back(self, peer: int, size: int, first: bool) -> float:
         """See `Transport`."""
@@ -136,25 +142,45 @@ def measure_link(transport: Transport, peer: int, first: bool) -> Link:
         gap=max(0.0, (many - 2 * alone) / (BURST - 1)),
         panel_beta=_panel_beta(transport, peer, first),
         measured=True,
-        source=_when(),
+        source=today(),
     )
+
+
+def measure_gather(transport: Transport, ranks: int) -> Curve:
+    """Seconds of an all-gather by the bytes of each rank; all ranks of the group call it.
+
+    It is measured by itself because its memory, that of all elements at once, has its own price.
+    """
+    large = max(16 * SIZES[0], GATHERED_BYTES // ranks)
+    points = []
+    for size in (SIZES[0], large // 8, large // 2, large):
+        times = [transport.gather(size) for _ in range(WARM_UPS + GATHER_REPEATS)]
+        points.append((size, median(times[WARM_UPS:])))
+    return Curve(_ascending(points))
 
 
 def measure_rates(device: torch.device) -> Rates:
     """What applying elements costs on a device, as the host engine does it."""
     dims = (1, _RATE_HEADS, _RATE_DIM, _RATE_DIM)
-    state = (torch.ones(dims, device=device),)
-    small = (torch.ones(1, 1, 8, 8, device=device),)
+    states = [torch.ones(dims, device=device) for _ in range(_RATE_STATES)]
     gate = torch.ones(1, 1, 1, 1, device=device)
+    small = (torch.ones(1, 1, 8, 8, device=device),)
     launch = _time(lambda: apply(Element((StateElement(small[0], gate),)), small), device) / 2
-    scaled = _time(lambda: apply(Element((StateElement(state[0], gate),)), state), device)
-    product = _time(lambda: torch.matmul(state[0], state[0]), device)
-    stream = 5 * state[0].numel() * 4 / max(scaled - 2 * launch, scaled / 2)
-    flops = 2.0 * _RATE_DIM * state[0].numel() / max(product - launch, product / 2)
+    turns = cycle(zip(states, states[1:] + states[:1], strict=True))
+
+    def scale() -> None:
+        local, state = next(turns)
+        apply(Element((StateElement(local, gate),)), (state,))
+
+    scaled = _time(scale, device)
+    product = _time(lambda: torch.matmul(*next(turns)), device)
+    count = states[0].numel()
+    stream = 5 * count * 4 / max(scaled - 2 * launch, scaled / 2)
+    flops = 2.0 * _RATE_DIM * count / max(product - launch, product / 2)
     programs = 1
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count
-    return Rates(launch, stream, flops, programs, True, _when())
+    return Rates(launch, stream, flops, programs, True, today())
 
 
 def _median(size: int, call: Callable[[int], float]) -> float:
@@ -198,5 +224,6 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _when() -> str:
+def today() -> str:
+    """When something was measured."""
     return datetime.date.today().isoformat()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log2
 
-from flexla_dist.comm.chooser.links import Link, Rates
+from flexla_dist.comm.chooser.links import Curve, Link, Rates
 from flexla_dist.comm.chooser.payload import Payload
 from flexla_dist.comm.topology import Topology
 
@@ -15,7 +15,8 @@ from flexla_dist.comm.topology import Topology
 class Setting:
     """What an estimate is made of: ranks, payload, links by class, rates, overlappable seconds.
 
-    ring: whether all-gathers go around a ring (NCCL) instead of from each rank to each.
+    ring: whether all-gathers go around a ring (NCCL) instead of from each rank to each. gather:
+    seconds of an all-gather by bytes of a rank, where that was measured.
     """
 
     topology: Topology
@@ -24,6 +25,7 @@ class Setting:
     rates: Rates
     work: float = 0.0
     ring: bool = False
+    gather: Curve | None = None
 
     @property
     def inside(self) -> Link:

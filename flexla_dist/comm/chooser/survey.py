@@ -12,7 +12,13 @@ import torch
 from flexla_dist.comm.chooser.cache import parse, read_cache, serialise, write_cache
 from flexla_dist.comm.chooser.choose import AUTO, Choice, choose
 from flexla_dist.comm.chooser.links import ASSUMED_LINKS, DEVICE, HOST, Link, Rates, assumed_rates
-from flexla_dist.comm.chooser.measure import Transport, measure_link, measure_rates
+from flexla_dist.comm.chooser.measure import (
+    Transport,
+    measure_gather,
+    measure_link,
+    measure_rates,
+    today,
+)
 from flexla_dist.comm.chooser.payload import Payload
 from flexla_dist.comm.chooser.setting import Setting
 from flexla_dist.comm.topology import RankFacts, Topology, build_topology, look_around
@@ -25,17 +31,21 @@ GatherTexts = Callable[[str, str], list[str]]
 class Survey:
     """Topology, links by class and rates of a group, for one engine.
 
-    carrier: what moves the bytes ("gloo", "nccl", or a heap's name).
+    carrier: what moves the bytes ("gloo", "nccl", or a heap's name). gather: an all-gather over the
+    group by the bytes of one rank, None where it was not measured.
     """
 
     topology: Topology
     links: Mapping[str, Link]
     rates: Rates
     carrier: str
+    gather: Link | None = None
 
     def setting(self, payload: Payload, work: float = 0.0) -> Setting:
         """The setting of a scan of such elements beside `work` seconds of other work."""
-        return Setting(self.topology, payload, self.links, self.rates, work, self.carrier == "nccl")
+        curve = None if self.gather is None else self.gather.one
+        ring = self.carrier == "nccl"
+        return Setting(self.topology, payload, self.links, self.rates, work, ring, curve)
 
     def choose(self, payload: Payload, strategy: str = AUTO) -> Choice:
         """The strategy of the host engine for a payload."""
@@ -70,9 +80,9 @@ def survey_group(
     known = [parse(content) for content in told]
     topology = build_topology([RankFacts.from_json(c["facts"]) for c in told], nodes)
     links, rates = _known(topology, known)
-    missing = [name for name in topology.classes if name not in links]
+    wanted = (*topology.classes, _together(topology))
+    missing = [name for name in wanted if name not in links]
     if measure and (missing or rates is None):
-        transport.meet()
         own = _measure_own(rank, topology, transport, device, missing, rates is None)
         texts = gather("measured links", json.dumps(serialise(*own), separators=(",", ":")))
         found = [parse(json.loads(text)) for text in texts]
@@ -85,9 +95,10 @@ def survey_group(
     assumed = {n: _assumed(carrier, n) for n in topology.classes if n not in links}
     return Survey(
         topology,
-        {n: _with_lanes(n, x, topology) for n, x in {**links, **assumed}.items()},
+        {n: _with_lanes(n, {**links, **assumed}[n], topology) for n in topology.classes},
         rates or assumed_rates(kind, name),
         carrier,
+        links.get(_together(topology)),
     )
 
 
@@ -100,6 +111,9 @@ def _known(
         first, _ = topology.pair_of(name)
         if name in known[first][0]:
             links[name] = known[first][0][name]
+    together = _together(topology)
+    if together in known[0][0]:
+        links[together] = known[0][0][together]
     return links, known[0][1]
 
 
@@ -113,7 +127,12 @@ def _measure_own(
 ) -> tuple[dict[str, Link], Rates | None]:
     """This rank's part of the measurements: one pair after the other where it is in both."""
     links: dict[str, Link] = {}
+    curve = measure_gather(transport, topology.size)
+    if rank == 0:
+        links[_together(topology)] = Link(curve, measured=True, source=today())
     for name in missing:
+        if name not in topology.classes:
+            continue
         first, second = topology.pair_of(name)
         if rank in (first, second):
             found = measure_link(transport, second if rank == first else first, rank == first)
@@ -124,6 +143,11 @@ def _measure_own(
 def _first_of_host(rank: int, told: Sequence[Mapping[str, str]]) -> bool:
     hosts = [RankFacts.from_json(content["facts"]).host for content in told]
     return hosts.index(hosts[rank]) == rank
+
+
+def _together(topology: Topology) -> str:
+    """Name under which the group's all-gather is kept."""
+    return "all_gather " + "+".join(map(str, topology.runs))
 
 
 def _assumed(carrier: str, name: str) -> Link:
