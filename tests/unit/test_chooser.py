@@ -47,7 +47,8 @@ def setting(
         name: Link(Curve.line(a, b), panel_beta=b)
         for name, a, b in zip((SHARED_MEMORY, NETWORK), alpha, beta, strict=True)
     }
-    return Setting(Topology(runs, adapters=4), payload, links, FAST, **more)  # type: ignore[arg-type]
+    place = Topology(runs, adapters=4, cores=64)
+    return Setting(place, payload, links, FAST, **more)  # type: ignore[arg-type]
 
 
 # -- links and payloads ---------------------------------------------------------------------------
@@ -163,6 +164,20 @@ def test_products_of_the_host_engine() -> None:
     assert found["chain"] == 6 * 3
     assert found["log_scan"] == found["hierarchical"] == 2 * (3 + 5) + 3 * 3
     assert found["all_gather"] == 7 * 3
+
+
+def test_ranks_of_a_host_share_its_cores() -> None:
+    slow = Rates(0.0, 1e30, 1.0)
+    payload = Payload(1, 0, "dense", apply_flops=3.0)
+    here = replace(setting((8,), payload, (0.0, 0.0)), rates=slow)
+    times = {}
+    for cores in (1, 2, 8, 64):
+        used = replace(here, topology=replace(here.topology, cores=cores))
+        times[cores] = [estimate(name, HOST, used).combine for name in STRATEGIES]
+    assert times[64] == times[8] == [18, 15, 15, 21]
+    assert times[2] == [18, 60, 60, 42] and times[1] == [18, 120, 120, 84]
+    split = replace(here.topology, runs=(4, 4), across=SHARED_MEMORY, cores=2)
+    assert replace(here, topology=split).crowd(4) == 4.0
 
 
 def test_work_hides_what_the_device_engine_waits_for() -> None:

@@ -6,7 +6,9 @@ lanes share it. `a` is the time to apply an element to a state, `c` to compose t
 a node, x: between nodes. Every formula is the way of the data to the rank that waits longest, the
 last one; all ranks start together.
 
-Host engine. A rank sends whole messages and waits for whole messages, so nothing overlaps.
+Host engine. A rank sends whole messages and waits for whole messages, so nothing overlaps. On CPUs
+the products of ranks that compute at once share the cores: `a` and `c` grow by r / cores where all
+ranks of a node compose, half as much in all_gather, where they have P/2 applications on average.
   chain         (P-N)(alpha_i + wire_i(S)) + (N-1)(alpha_x + wire_x(S)) + (P-2) a
                 P - 1 hops; every rank between the ends applies its element once.
   log_scan      sum over rounds d = 1, 2, 4 .. < P of the slower of

@@ -50,7 +50,7 @@ def all_gather(setting: Setting) -> Parts:
     place, size = setting.topology, setting.payload.element
     others, run = place.size - 1, place.longest
     slow = setting.across if place.nodes > 1 else setting.inside
-    folded = others * apply_seconds(setting)
+    folded = others * apply_seconds(setting) * max(1.0, setting.crowd(run) / 2)
     if setting.gather is not None:
         return Parts(setting.gather.alpha, setting.gather.wire(size), folded)
     wire = [(run - 1) * setting.inside.wire(size), setting.inside.wire(size, run * (run - 1))]
@@ -82,14 +82,15 @@ def _doubling(setting: Setting, count: int, composed: int) -> Parts:
         ways = []
         if place.longest > distance:
             link = setting.inside
-            ways.append(Parts(link.alpha, link.wire(size, place.longest - distance)))
+            messages = (place.longest - distance) * setting.together
+            ways.append(Parts(link.alpha, link.wire(size, messages)))
         if whole:
-            crossing = min(distance, place.longest)
+            crossing = min(distance, place.longest) * setting.together
             ways.append(Parts(setting.across.alpha, setting.wire_across(size, crossing)))
         parts += max(ways, key=lambda way: way.latency + way.wire)
         distance *= 2
-    folded = rounds(count) * apply_seconds(setting)
-    return parts + Parts(combine=composed * compose_seconds(setting) + folded)
+    products = composed * compose_seconds(setting) + rounds(count) * apply_seconds(setting)
+    return parts + Parts(combine=products * setting.crowd(place.longest))
 
 
 PARTS: dict[str, Callable[[Setting], Parts]] = {

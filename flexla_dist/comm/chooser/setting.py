@@ -8,7 +8,7 @@ from math import ceil, log2
 
 from flexla_dist.comm.chooser.links import Curve, Link, Rates
 from flexla_dist.comm.chooser.payload import Payload
-from flexla_dist.comm.topology import Topology
+from flexla_dist.comm.topology import NETWORK, Topology
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,18 @@ class Setting:
     def steps(self) -> tuple[int, int]:
         """Hops of a chain (inside nodes, between nodes)."""
         return self.topology.size - self.topology.nodes, self.topology.nodes - 1
+
+    @property
+    def together(self) -> int:
+        """Nodes that share one host, where the caller said what a node is."""
+        place = self.topology
+        return 1 if place.across == NETWORK else place.nodes
+
+    def crowd(self, ranks: int) -> float:
+        """How much slower products are when so many ranks of every node compute at once."""
+        place = self.topology
+        busy = ranks * self.together
+        return max(1.0, busy / place.cores) if place.device == "cpu" else 1.0
 
     def lanes_out(self, link: Link) -> float:
         """Messages that leave a node side by side."""
