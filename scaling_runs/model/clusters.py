@@ -63,10 +63,6 @@ class Cluster:
             )
         return links[kind]
 
-    def slowest(self, kind: str, ranks: int) -> Link:
-        """The link that a ring over `ranks` ranks waits for."""
-        return self.link(kind, 0, ranks - 1 if ranks > self.node_size else min(1, ranks - 1))
-
 
 def _links(alpha_us: Mapping[str, float], gigabytes: float) -> dict[str, Link]:
     return {kind: Link(1e-6 * alpha, 1e9 * gigabytes) for kind, alpha in alpha_us.items()}

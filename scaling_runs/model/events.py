@@ -122,16 +122,21 @@ class Simulation:
 
 
 class Meeting:
-    """A collective: it begins when all ranks are there and ends some seconds later for all."""
+    """A collective: it begins when all ranks are there and the wire is free, and ends some seconds
+    later for all."""
 
-    def __init__(self, simulation: Simulation, ranks: int, seconds: float) -> None:
+    def __init__(self, simulation: Simulation, ranks: int, seconds: float, wire: Resource) -> None:
         self._simulation, self._missing, self._seconds = simulation, ranks, seconds
+        self._wire = wire
         self.end = Event()
 
     def arrive(self) -> Event:
         """Take part; the event is the end."""
         self._missing -= 1
         if self._missing == 0:
-            simulation = self._simulation
-            simulation.at(simulation.now + self._seconds, lambda: simulation.trigger(self.end))
+            self._simulation.spawn(self._run())
         return self.end
+
+    def _run(self) -> Process:
+        yield Use((self._wire,), self._seconds)
+        self._simulation.trigger(self.end)

@@ -22,6 +22,7 @@ class Network:
         cores = cluster.cores
         self._cores = None if cores is None else [Resource(cores) for _ in range(nodes)]
         self._chips = [Resource() for _ in range(ranks)]
+        self._wire = Resource()
         self._arrived: dict[Hashable, Event] = {}
         self._meetings: dict[Hashable, Meeting] = {}
         self.bytes = 0.0
@@ -36,6 +37,12 @@ class Network:
         """Post a message; `arrival(key)` tells when it is there."""
         self.bytes += size
         self.simulation.spawn(self._transfer(kind, source, target, size, key))
+
+    def push(self, kind: str, source: int, size: float) -> Use:
+        """The time that a message inside the node keeps the port of its sender busy."""
+        link = self.cluster.link(kind, 0, min(1, self.ranks - 1))
+        self.bytes += size
+        return Use((self._out[source],), size / link.bandwidth)
 
     def arrival(self, key: Hashable) -> Event:
         """The arrival of the message of this key."""
@@ -59,10 +66,20 @@ class Network:
         self.simulation.trigger(self.arrival(key))
 
     def gather(self, key: Hashable, size: float) -> Event:
-        """An all-gather of `size` bytes a rank: a ring of P - 1 steps, in step."""
-        link = self.cluster.slowest("gather", self.ranks)
-        steps = self.ranks - 1
-        return self._meet(key, steps * link.seconds(size) * self._crowding())
+        """An all-gather of `size` bytes a rank.
+
+        In a node a ring of P - 1 steps. Over N nodes all their cards carry: a rank's card brings
+        N - 1 parts while the links in the node pass on P - 1; each step has its latency.
+        """
+        ranks, cluster = self.ranks, self.cluster
+        inside = cluster.link("gather", 0, min(1, ranks - 1))
+        latency, seconds = (ranks - 1) * inside.alpha, (ranks - 1) * size / inside.bandwidth
+        if ranks > cluster.node_size:
+            between = cluster.link("gather", 0, ranks - 1)
+            steps = -(-ranks // cluster.node_size) - 1
+            latency += steps * between.alpha
+            seconds = max(seconds, steps * size * cluster.sharing / between.bandwidth)
+        return self._meet(key, (latency + seconds) * self._crowding())
 
     def all_to_all(self, key: Hashable, size: float) -> Event:
         """An all-to-all in which a rank holds `size` bytes: what goes out of the node and what
@@ -85,5 +102,5 @@ class Network:
 
     def _meet(self, key: Hashable, seconds: float) -> Event:
         if key not in self._meetings:
-            self._meetings[key] = Meeting(self.simulation, self.ranks, seconds)
+            self._meetings[key] = Meeting(self.simulation, self.ranks, seconds, self._wire)
         return self._meetings[key].arrive()

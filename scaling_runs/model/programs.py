@@ -233,24 +233,33 @@ def fused_chain(d: Direction, at: int) -> Process:
 
 
 def fused_hierarchical(d: Direction, at: int) -> Process:
-    """Inside kernels: panels doubled in the node, node maps striped over its ranks and chained
-    between nodes, the entering state of the node told to its ranks."""
-    count, kernels = d.load.panels, d.load.kernels
+    """Inside kernels: panels doubled in the node; each rank of a node carries its share of the
+    node's panels to the next node and tells the node's ranks what enters."""
     size = min(d.network.cluster.node_size, d.ranks)
     if d.ranks % size:
         raise ModelProblem(f"fused_hierarchical: {d.ranks} ranks do not fill nodes of {size}")
-    node, position = at // size, at % size
-    nodes, simulation = -(-d.ranks // size), d.network.simulation
+    count, kernels, simulation = d.load.panels, d.load.kernels, d.network.simulation
+    node, position, nodes = at // size, at % size, d.ranks // size
     rounds = ceil(log2(size)) if size > 1 else 0
-    inside = d.network.cluster.link("device", 0, min(1, d.ranks - 1))
     element, state = d.load.bytes.element / count, d.load.bytes.state / count
-    composed = rounds * (inside.seconds(element) + kernels.combine / count)
+    inside = d.network.cluster.link("device", 0, min(1, d.ranks - 1))
     ready: list[Event] = [Event() for _ in range(count)]
+    composed: list[Event] = [Event() for _ in range(count)]
+
+    def compose(panel: int) -> Process:
+        """Doubling: an element a round goes out of this rank's port, what arrives is composed."""
+        yield ready[panel]
+        for _ in range(rounds):
+            yield d.network.push("device", d.rank(at), element)
+            yield Delay(inside.alpha + kernels.combine / count)
+        simulation.trigger(composed[panel])
+        if nodes > 1 and panel % size == position:
+            yield from carry(panel)
 
     def carry(panel: int) -> Process:
-        """The panels of this rank's stripe between nodes."""
-        yield ready[panel]
-        yield Delay(composed)
+        """This rank's share: the node's map comes from the node's last rank."""
+        if size > 1:
+            yield Delay(inside.seconds(element))
         if node:
             yield d.received(at - size, at, panel)
             for place in range(node * size, node * size + size):
@@ -260,19 +269,20 @@ def fused_hierarchical(d: Direction, at: int) -> Process:
             yield Delay(kernels.apply / count)
             d.send("device", at, at + size, state, panel)
 
-    for panel in range(position, count, size):
-        simulation.spawn(carry(panel))
+    for panel in range(count):
+        simulation.spawn(compose(panel))
     for panel in range(count):
         yield d.work(at, d.pre / count)
         simulation.trigger(ready[panel])
     for panel in range(count):
-        owner = node * size + panel % size
+        yield composed[panel]
         if node:
+            owner = node * size + panel % size
+            mine = owner == at
             yield (
-                d.received(at - size, at, panel)
-                if owner == at
-                else d.received(owner, at, ("told", panel))
+                d.received(at - size, at, panel) if mine else d.received(owner, at, ("told", panel))
             )
+            yield Delay(kernels.apply / count)
         yield d.work(at, d.post / count)
 
 
