@@ -8,8 +8,10 @@ its segments. No host step is inside; nothing but the result is allocated.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -19,10 +21,11 @@ from torch import Tensor
 from flexla_dist.comm.device.layout import Layout, Signature
 from flexla_dist.comm.device.panels import StateForm
 from flexla_dist.comm.device.plan import Place
-from flexla_dist.comm.device.record import Record, describe, late_rank
+from flexla_dist.comm.device.record import OTHER_EXCHANGE, Record, describe, late_rank
 from flexla_dist.comm.device.source import DIALECTS, Dialect
 from flexla_dist.comm.device.workspace import INTERPRETED, Memory, Workspace, looks_per_second
-from flexla_dist.comm.errors import ExchangeTimeout
+from flexla_dist.comm.element import Element
+from flexla_dist.comm.errors import ExchangeTimeout, TagMismatch
 from flexla_dist.comm.heaps import Block, LocalHeap, SymmetricHeap
 from flexla_dist.comm.strategies import STRATEGIES
 from flexla_dist.comm.tag import Tag
@@ -67,6 +70,29 @@ class Span:
     reset: bool = False
     live: int | None = None
 
+    @classmethod
+    def of(cls, element: Element) -> Span:
+        """An element as a span of one segment; ShardingError for what only the host engine does."""
+        if element.log_scaled:
+            raise ShardingError(
+                "a log-scaled element (its states carry a scale m): the device engine exchanges "
+                "affine states only; use the host engine"
+            )
+        if not isinstance(element.reset, bool):
+            raise ShardingError(
+                f"the element's reset is a tensor on {element.reset.device}; expected a bool, "
+                "which every rank has from the global plan"
+            )
+
+        def one(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.contiguous()[None]
+
+        states = tuple(
+            SpanState(s.local.contiguous()[None], one(s.decay), one(s.matrix))
+            for s in element.states
+        )
+        return cls(states, element.reset)
+
     @property
     def segments(self) -> int:
         """S."""
@@ -93,9 +119,12 @@ class DeviceExchanger:
     timeout: seconds that a program waits for another rank, about.
     dialect: of the verbs; None: the heap's. programs: how many serve a rank; None: one a panel, as
         far as the device holds them. delay_ns: what is added to the way of every message.
+    waits: False takes every wait as over, for measurements: results are then wrong.
 
     Except `check`, every method is called by all ranks in the same order. Errors of a wait come
-    from `check`, until then results may be NaN. Nothing here is recorded by autograd.
+    from `check`, until then results may be NaN. Kernels go to the current stream, which the caller
+    orders with others; exchanges of one shape and direction follow each other. Nothing here is
+    recorded by autograd.
     """
 
     heap: SymmetricHeap | LocalHeap
@@ -105,10 +134,11 @@ class DeviceExchanger:
     dialect: Dialect | None = None
     programs: int | None = None
     delay_ns: int = 0
+    waits: bool = True
     workspaces: dict[Signature, Workspace] = field(default_factory=dict, init=False)
     _failed: bool = field(default=False, init=False)
     _looks: float = field(default=0.0, init=False)
-    _tags: dict[bool, str] = field(default_factory=dict, init=False)
+    _tags: dict[bool, Tag | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -130,7 +160,7 @@ class DeviceExchanger:
             )
 
     def prepare(self, span: Span, entry: State | None = None) -> Workspace:
-        """Memory and kernel for spans like this one; all ranks call it together.
+        """Memory and kernel for spans like this one, compiled; all ranks call it together.
 
         Raises HeapMismatch if ranks prepare different shapes.
         """
@@ -147,7 +177,7 @@ class DeviceExchanger:
 
         crossing: [P - 1], whether a document crosses the cut after each rank; same on all ranks.
         entry: [G, HV, *dims] states that enter where no rank is before; given on all ranks or on
-            none. tag: named in errors.
+            none. tag: compared with that of the ranks before, TagMismatch from `check`.
         """
         return self._exchange([span], crossing, tag, entry, reverse=False)[0]
 
@@ -190,16 +220,20 @@ class DeviceExchanger:
         return self._exchange(spans, crossing, tag, entry, reverse=True)
 
     def check(self) -> None:
-        """Wait for this device's exchanges; raise ExchangeTimeout if a wait expired on some rank.
+        """Wait for this device's exchanges; raise on every rank what went wrong on one.
 
-        Every rank that calls it gets the error. The next exchange then starts anew: all ranks meet
-        in the heap's barrier first.
+        ExchangeTimeout: a wait expired; TagMismatch: ranks were in different exchanges. The next
+        exchange then starts anew: all ranks meet in the heap's barrier first.
         """
-        for workspace in self.workspaces.values():
-            for reverse in (False, True):
-                if workspace.alarm(reverse):
-                    self._failed = True
-                    raise self._timeout_error(workspace, reverse)
+        found = [(w, w.alarms()) for w in self.workspaces.values()]
+        words = [word for _, pair in found for word in pair]
+        if not words or not torch.cat(words).any().item():
+            return
+        self._failed = True
+        for workspace, pair in found:
+            for reverse, word in enumerate(pair):
+                if word.item():
+                    raise self._error(workspace, bool(reverse))
 
     def restart(self) -> None:
         """Forget an exchange that failed; all ranks call it, and `prefix` does where it must."""
@@ -227,18 +261,29 @@ class DeviceExchanger:
         if self._failed:
             self.restart()
         workspace = self._workspace(signature)
-        self._tags[reverse] = str(tag) if tag is not None else ""
-        ranks = range(self.heap.size) if isinstance(self.heap, LocalHeap) else [self.heap.rank]
+        self._tags[reverse] = tag
+        cuts, own = tuple(crossing), tuple(span.place() for span in spans)
+        plan = workspace.plan((reverse, cuts, own), partial(self._places, cuts, own, reverse))
+        given = [_arguments(spans, i, entry) for i in range(len(signature.states))]
+        chained = self.strategy == "chain" and any(form.dense for form in signature.states)
+        composed = chained and spans[0].segments >= COMPOSE_FROM
+        workspace.launch(plan, given, reverse, composed, tag_bits(tag))
+        out = [arguments["entering"] for arguments in given]
+        if len(spans) == 1:
+            return [tuple(out)]
+        return [tuple(whole[home] for whole in out) for home in range(len(spans))]
+
+    def _places(
+        self, crossing: tuple[bool, ...], spans: tuple[tuple[bool, int, int], ...], reverse: bool
+    ) -> list[Place]:
+        """The places of the ranks that this process plays, in scan order."""
         assert self.nodes is not None
+        ranks = range(self.heap.size) if isinstance(self.heap, LocalHeap) else [self.heap.rank]
         places = [
-            Place.of(rank, home, crossing, self.nodes, span.place(), reverse)
+            Place.of(rank, home, crossing, self.nodes, span, reverse)
             for home, (rank, span) in enumerate(zip(ranks, spans, strict=True))
         ]
-        given = [_arguments(spans, i, entry) for i in range(len(signature.states))]
-        composed = spans[0].segments >= COMPOSE_FROM
-        workspace.launch(places[::-1] if reverse else places, given, composed)
-        out = [arguments["entering"] for arguments in given]
-        return [tuple(whole[home] for whole in out) for home in range(len(spans))]
+        return places[::-1] if reverse else places
 
     def _check_spans(self, spans: Sequence[Span], crossing: Sequence[bool]) -> None:
         expected = self.heap.size if isinstance(self.heap, LocalHeap) else 1
@@ -274,11 +319,17 @@ class DeviceExchanger:
         memory = Memory(tuple(part.local for part in blocks), block.bases)
         if not self._looks:
             self._looks = looks_per_second(self.heap.device)
-        limit = min(max(64, int(self.timeout * self._looks)), 2**31 - 1)
+        looks = min(max(64, int(self.timeout * self._looks)), 2**31 - 1)
+        limit = looks if self.waits else -1
         programs = self._programs(sum(first.panels), len(blocks))
-        return Workspace.make(
+        workspace = Workspace.make(
             signature, layouts, memory, self.dialect, programs, limit, self.delay_ns
         )
+        if not INTERPRETED:
+            apart, one = (False,) * (self.heap.size - 1), ((False, 1, 1),) * len(blocks)
+            workspace.warm(workspace.plan("apart", partial(self._places, apart, one, False)))
+            self.heap.barrier()
+        return workspace
 
     def _programs(self, panels: int, homes: int) -> int:
         if self.programs is not None:
@@ -288,19 +339,28 @@ class DeviceExchanger:
         processors = torch.cuda.get_device_properties(self.heap.device).multi_processor_count
         return min(panels, max(1, processors // homes))
 
-    def _timeout_error(self, workspace: Workspace, reverse: bool) -> ExchangeTimeout:
+    def _error(self, workspace: Workspace, reverse: bool) -> ExchangeTimeout | TagMismatch:
         records = _settled(workspace, reverse)
-        direction = "suffix" if reverse else "prefix"
         ranks = getattr(getattr(self.heap, "meeting", None), "ranks", None)
         name = ranks.name if ranks is not None else "rank {}".format
-        late = late_rank(records)
-        tag = f" ({self._tags[reverse]})" if self._tags.get(reverse) else ""
+        said = describe(records, self.strategy, "suffix" if reverse else "prefix", name)
+        tag = self._tags.get(reverse)
+        own = f" (this rank's last one: {tag})" if tag is not None else ""
+        if any(record.what == OTHER_EXCHANGE for record in records):
+            return TagMismatch(
+                f"ranks are in different exchanges{own}:\n{said}\n"
+                "all ranks must make the same calls in the same order"
+            )
+        late = name(late_rank(records))
         return ExchangeTimeout(
-            f"{name(late)} did not come in time ({self.timeout:g} s) to an exchange{tag}:\n"
-            f"{describe(records, self.strategy, direction, name)}\n"
-            f"all ranks must make the same calls; if {name(late)} only computed longer, raise "
-            "timeout="
+            f"{late} did not come in time ({self.timeout:g} s) to an exchange{own}:\n{said}\n"
+            f"all ranks must make the same calls; if {late} only computed longer, raise timeout="
         )
+
+
+def tag_bits(tag: Tag | None) -> int:
+    """31 bits of a tag, the same on all ranks; 0 without one."""
+    return 0 if tag is None else zlib.crc32(str(tag).encode()) & 0x7FFFFFFF
 
 
 def signature_of(span: Span, entry: bool) -> Signature:
@@ -353,14 +413,15 @@ def _arguments(spans: Sequence[Span], index: int, entry: State | None) -> dict[s
     if states[0].matrix is not None:
         given["matrix"] = stacked([_present(state.matrix) for state in states])
     if entry is not None:
-        shape = (len(spans), *entry[index].shape)
-        given["entry"] = entry[index].expand(shape).contiguous()
+        given["entry"] = stacked([entry[index].contiguous()] * len(spans))
     given["entering"] = torch.empty_like(given["local"])
     return given
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors behind each other in memory: in place if they lie so, else a copy."""
+    if len(tensors) == 1:
+        return tensors[0]
     first, each = tensors[0], tensors[0].numel() * tensors[0].element_size()
     start, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     in_place = all(

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from flexla_dist.comm.device_exchange import DeviceExchanger, Span, SpanState
-from flexla_dist.comm.errors import ExchangeTimeout
+from flexla_dist.comm.errors import ExchangeTimeout, TagMismatch
 from flexla_dist.comm.heaps import make_heap
 from flexla_dist.comm.tag import Tag
 from flexla_dist.testing.ranks import run_ranks
@@ -115,6 +115,29 @@ def test_late_rank_is_named_on_every_rank_and_the_next_exchange_is_right() -> No
         assert "rank 0 did not come in time" in text and "step 7" in text, text
         assert "rank 1 waited for rank 0 and its message: panel 0, epoch 2, strategy chain" in text
         assert worst <= 1e-5
+
+
+def other_exchange(rank: int, size: int) -> str:
+    group = make("chain", size, 60.0)
+    g = torch.Generator().manual_seed(1)
+    spans = [cases.random_span("rows", 1, cases.Sizes(H=1), g) for _ in range(size)]
+    group.prefix(spans[rank], [True], Tag(step=1, layer=rank))
+    group.heap.barrier()  # rank 0 has nothing to wait for
+    text = ""
+    try:
+        group.check()
+    except TagMismatch as error:
+        text = str(error)
+    found = group.prefix(spans[rank], [True], Tag(step=1, layer=2))
+    group.check()
+    assert cases.error_of(found, cases.expected(spans, [True])[rank]) <= cases.TOLERANCE
+    group.heap.close()
+    return text
+
+
+def test_ranks_in_different_exchanges_are_told() -> None:
+    for text in run_ranks(other_exchange, 2):
+        assert "rank 1 got a message of another exchange from rank 0: panel 0, epoch 1" in text
 
 
 def exchange_with_killed_rank(rank: int, size: int) -> None:

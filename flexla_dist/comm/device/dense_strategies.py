@@ -12,6 +12,7 @@ from flexla_dist.comm.device.dense import (
     doubling_dense,
     finish_dense,
     fold_dense,
+    load_state,
     multiply,
     own_dense,
     own_matrix,
@@ -76,15 +77,24 @@ def chain_dense(
                     own + BR * BC, BR, arrived, BC, BC, K, BR, BC, BK, PRECISION
                 )
             else:
-                store_state(entering + origin * state_step, columns, state, K, WIDTH)
-                leaving = walk(tile, side, segments, segments, 0, K, WIDTH, BR, BC, BK, PRECISION)
+                first, value = matrix + origin * matrix_step, local + origin * state_step
+                leaving = load_state(value, columns, K, WIDTH, BR, BC)
+                leaving += multiply(first, K, arrived, BC, BC, K, BR, BC, BK, PRECISION)
+                if segments > 1:
+                    following = entering + (origin + way) * state_step
+                    store_state(following, columns, leaving, K, WIDTH)
+                    leaving = walk(
+                        tile, side + 1, segments, segments, 0, K, WIDTH, BR, BC, BK, PRECISION
+                    )
             send_state(link, remote, rank + turn, 0, leaving, MESSAGE, DELAY)
         if COMPOSED:
             finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
         else:
             if passes == 0:
                 finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
-        acknowledge(link, rank - turn, 0)
+            else:
+                store_state(entering + origin * state_step, columns, state, K, WIDTH)
+        acknowledge(link, rank - turn, 0, 0, MESSAGE)
     else:
         finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
 
@@ -135,7 +145,7 @@ def log_scan_dense(
     state = fold_dense(link, position, state, spare, K, BR, BC, BK, PRECISION, ROUNDS, MESSAGE)
     state = tl.where(complete != 0, state, float("nan"))
     finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
-    acknowledge_rounds(link, position, turn, ROUNDS)
+    acknowledge_rounds(link, position, turn, ROUNDS, MESSAGE)
 
 
 @triton.jit
@@ -175,7 +185,8 @@ def all_gather_dense(
         state = tl.where(arrived != 0, state, float("nan"))
     finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
     for number in range(position * 0, position):
-        acknowledge(link, rank + (number - position) * turn, rank)
+        peer = rank + (number - position) * turn
+        acknowledge(link, peer, rank, peer, MESSAGE)
 
 
 @triton.jit
@@ -247,6 +258,6 @@ def hierarchical_dense(
     state = fold_dense(link, part_position, state, spare, K, BR, BC, BK, PRECISION, ROUNDS, MESSAGE)
     state = tl.where(complete != 0, state, float("nan"))
     finish_dense(tile, place, state, K, WIDTH, BR, BC, BK, PRECISION)
-    acknowledge_rounds(link, part_position, turn, ROUNDS)
+    acknowledge_rounds(link, part_position, turn, ROUNDS, MESSAGE)
     if before != 0:
-        acknowledge(link, source, ROUNDS + rank)
+        acknowledge(link, source, ROUNDS + rank, ROUNDS, MESSAGE)

@@ -217,13 +217,13 @@ def fold_elementwise(
 
 
 @triton.jit
-def acknowledge_rounds(link, position, turn, ROUNDS: tl.constexpr):
+def acknowledge_rounds(link, position, turn, ROUNDS: tl.constexpr, MESSAGE: tl.constexpr):
     """Give back the slots of `doubling_elementwise`."""
     rank = link[3]
     distance = position * 0 + 1
     for number in range(ROUNDS):
         if position >= distance:
-            acknowledge(link, rank - distance * turn, number)
+            acknowledge(link, rank - distance * turn, number, number, MESSAGE)
         distance = distance * 2
 
 
@@ -257,7 +257,7 @@ def chain_elementwise(
             send_state(link, remote, rank + turn, 0, factor * state + total, MESSAGE, DELAY)
     finish_elementwise(tile, place, state, BR, BC, DECAY)
     if position > 0:
-        acknowledge(link, rank - turn, 0)
+        acknowledge(link, rank - turn, 0, 0, MESSAGE)
 
 
 @triton.jit
@@ -299,7 +299,7 @@ def log_scan_elementwise(
     state = fold_elementwise(link, position, state, BR, BC, DR, DC, DECAY, ROUNDS, MESSAGE)
     state = tl.where(complete != 0, state, float("nan"))
     finish_elementwise(tile, place, state, BR, BC, DECAY)
-    acknowledge_rounds(link, position, turn, ROUNDS)
+    acknowledge_rounds(link, position, turn, ROUNDS, MESSAGE)
 
 
 @triton.jit
@@ -332,7 +332,8 @@ def all_gather_elementwise(
         state = tl.where(arrived != 0, state, float("nan"))
     finish_elementwise(tile, place, state, BR, BC, DECAY)
     for number in range(position * 0, position):
-        acknowledge(link, rank + (number - position) * turn, rank)
+        peer = rank + (number - position) * turn
+        acknowledge(link, peer, rank, peer, MESSAGE)
 
 
 @triton.jit
@@ -398,6 +399,6 @@ def hierarchical_elementwise(
     state = fold_elementwise(link, part_position, state, BR, BC, DR, DC, DECAY, ROUNDS, MESSAGE)
     state = tl.where(complete != 0, state, float("nan"))
     finish_elementwise(tile, place, state, BR, BC, DECAY)
-    acknowledge_rounds(link, part_position, turn, ROUNDS)
+    acknowledge_rounds(link, part_position, turn, ROUNDS, MESSAGE)
     if before != 0:
-        acknowledge(link, source, ROUNDS + rank)
+        acknowledge(link, source, ROUNDS + rank, ROUNDS, MESSAGE)

@@ -3,11 +3,11 @@
 A message is a header of 128 bytes, a state tile, and where the strategy needs it M. It lies in one
 of two slots, by the parity of the exchange's number (its epoch); a flag of the slot says that it
 arrived, a credit at the sender that its receiver has read it. Words of the header: 0 whether the
-span ignores what enters it; 2 and 3 the time of sending.
+span ignores what enters it; 1 the tag, which tells exchanges apart; 2 and 3 the time of sending.
 
-A `link` is what a program knows of one panel: (bases, base, errors, rank, size, limit, panel,
-epoch, slots, flags, credits, sent, staging). From `errors` on the offsets are bytes in a part;
-`slots` to `staging` are where this panel's own begin. `index` numbers a panel's slots at the
+A `link` is what a program knows of one panel: (bases, base, errors, rank, size, limit, tag, panel,
+epoch, slots, flags, credits, sent, staging). `errors` and `slots` to `staging` are byte offsets in
+a part, the latter of where this panel's own begin. `index` numbers a panel's slots at the
 receiver, `channel` the ways out of the sender.
 """
 
@@ -26,11 +26,10 @@ from flexla_dist.comm.device.timing import clock_ns
 def report(link, peer, what):
     """Tell every rank, once, that this one gave up waiting for `peer`, and stop their waits.
 
-    what: 0 waited for a message, 1 for the credit to send one.
+    what: 0 waited for a message, 1 for the credit to send one; 2 got one of another exchange.
     """
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
     none = tl.zeros_like(epoch)
     claim = word_at(base, errors + 8)
     if tl.atomic_cas(claim, none, none + 1, sem="acq_rel", scope="gpu") == 0:
@@ -52,9 +51,8 @@ def reserve(link, peer, channel):
 
     It does not depend on what will be sent, so it is done before that is waited for.
     """
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
     word = (channel * 2 + epoch % 2) * 8
     last = word_at(base, sent + word)
     if poll_ge(word_at(base, credits + word), tl.load(last), word_at(base, errors), limit) == 0:
@@ -66,9 +64,8 @@ def reserve(link, peer, channel):
 @triton.jit
 def open_message(link, remote, peer, index, MESSAGE: tl.constexpr):
     """Where to write the header of a message to `peer`."""
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
     slot = slots + (index * 2 + epoch % 2) * MESSAGE
     return message_ptr(remote, base, peer, slot, staging)
 
@@ -78,9 +75,9 @@ def close_message(
     link, remote, message, peer, index, nbytes, MESSAGE: tl.constexpr, DELAY: tl.constexpr
 ):
     """Say that the first `nbytes` of a message are there."""
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
+    tl.store(message.to(tl.pointer_type(tl.int32)) + 1, tag)
     if DELAY > 0:
         tl.store((message + 2).to(tl.pointer_type(tl.int64)), clock_ns())
     place = index * 2 + epoch % 2
@@ -91,9 +88,8 @@ def close_message(
 @triton.jit
 def receive(link, peer, index, MESSAGE: tl.constexpr, DELAY: tl.constexpr):
     """Wait for a message of this epoch: (1 or 0, pointer to its header)."""
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
     place = index * 2 + epoch % 2
     arrived, message = wait_ge(
         word_at(base, flags + place * 8),
@@ -116,18 +112,22 @@ def receive(link, peer, index, MESSAGE: tl.constexpr, DELAY: tl.constexpr):
 @triton.jit
 def message_at(link, index, MESSAGE: tl.constexpr):
     """Pointer to the header of a message that has been received."""
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
     return floats_at(base, slots + (index * 2 + epoch % 2) * MESSAGE)
 
 
 @triton.jit
-def acknowledge(link, peer, channel):
-    """Give a slot back to its sender; channel: that one's number of the way to this rank."""
-    bases, base, errors, rank, size, limit, panel, epoch, slots, flags, credits, sent, staging = (
-        link
-    )
+def acknowledge(link, peer, channel, index, MESSAGE: tl.constexpr):
+    """Give a slot back to its sender, after a look at the tag of what it sent.
+
+    channel: the sender's number of the way to this rank; index: the slot.
+    """
+    bases, base, errors, rank, size, limit, tag, panel, epoch = link[:9]
+    slots, flags, credits, sent, staging = link[9:]
+    message = message_at(link, index, MESSAGE)
+    if tl.load(message.to(tl.pointer_type(tl.int32)) + 1) != tag:
+        report(link, peer, 2)
     remote = tl.load(bases + peer)
     signal_set(remote, base, peer, credits + (channel * 2 + epoch % 2) * 8, epoch)
 

@@ -54,8 +54,8 @@ def fence():
 def poll_ge(flag, value, alarm, limit):
     """Look at a flag of this rank until it is at least `value`: 1, or 0 if that did not happen.
 
-    Gives up after `limit` looks, or when the alarm word is set. The compiler lets the first thread
-    look and tell the others.
+    Gives up after `limit` looks, or when the alarm word is set; a negative limit takes the flag as
+    set. The compiler lets the first thread look and tell the others.
     """
     looks = tl.zeros_like(limit)
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -67,4 +67,4 @@ def poll_ge(flag, value, alarm, limit):
         looks += 1
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
-    return (seen >= value).to(tl.int32)
+    return ((seen >= value) | (limit < 0)).to(tl.int32)

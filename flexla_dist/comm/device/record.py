@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_WHAT = ("its message", "it to read an earlier message")
+_WAITED = ("its message", "it to read an earlier message")
+OTHER_EXCHANGE = 2
 
 
 @dataclass(frozen=True)
 class Record:
-    """A rank that gave up: whom it waited for, in which panel and epoch, and for what."""
+    """A rank that gave up: whom it waited for, in which panel and epoch, and for what.
+
+    what: 0 a message, 1 that an earlier one is read, 2: the message was of another exchange.
+    """
 
     rank: int
     peer: int
@@ -38,8 +42,13 @@ def describe(
     records: Sequence[Record], strategy: str, direction: str, name: Callable[[int], str]
 ) -> str:
     """One line for each rank that reported."""
-    return "\n".join(
-        f"  {name(r.rank)} waited for {name(r.peer)} and {_WHAT[r.what]}: panel {r.panel}, "
-        f"epoch {r.epoch}, strategy {strategy}, {direction}"
-        for r in records
-    )
+
+    def line(r: Record) -> str:
+        if r.what == OTHER_EXCHANGE:
+            said = f"{name(r.rank)} got a message of another exchange from {name(r.peer)}"
+        else:
+            said = f"{name(r.rank)} waited for {name(r.peer)} and {_WAITED[r.what]}"
+        where = f"panel {r.panel}, epoch {r.epoch}, strategy {strategy}, {direction}"
+        return f"  {said}: {where}"
+
+    return "\n".join(map(line, records))

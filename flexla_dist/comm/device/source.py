@@ -130,7 +130,7 @@ def _kernel(signature: Signature, layout: Layout, dialect: Dialect) -> list[str]
     ]
     offsets = ["errors", "flags", "credits", "sent", "epochs"]
     offsets += [f"{name}_{i}" for i in states for name in ("slots", "staging")]
-    numbers = ["programs", "lanes", "size", "limit", *offsets]
+    numbers = ["programs", "lanes", "size", "limit", "tag", *offsets]
     jit = "triton_dist.jit" if dialect == "triton_dist" else "triton.jit"
     fields = [
         *("rank", "home", "position", "count", "reset", "live", "segments", "turn"),
@@ -184,6 +184,7 @@ def _state_loop(signature: Signature, layout: Layout, i: int) -> list[str]:
         "            rank,",
         "            size,",
         "            limit,",
+        "            tag,",
         "            every,",
         "            epoch,",
         f"            slots_{i} + panel * {2 * layout.slots * message},",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexla_dist.comm.device.layout import RECORD_WORDS, WORD, Layout, Signature
 from flexla_dist.comm.device.memory import poll_ge
-from flexla_dist.comm.device.plan import FIELDS, Place
+from flexla_dist.comm.device.plan import Place
 from flexla_dist.comm.device.record import Record
 from flexla_dist.comm.device.source import Dialect, exchange_source, load_source, state_arguments
 from flexla_dist.comm.heaps.nvshmem_runtime import device_library
@@ -68,7 +68,7 @@ class Workspace:
     virtual: bool
     kernel: Any
     libraries: dict[str, str]
-    plans: dict[tuple[tuple[int, ...], ...], Tensor] = field(default_factory=dict)
+    plans: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -105,14 +105,19 @@ class Workspace:
         )
 
     def launch(
-        self, places: Sequence[Place], tensors: Sequence[dict[str, Tensor]], composed: bool
+        self,
+        plan: Tensor,
+        tensors: Sequence[dict[str, Tensor]],
+        reverse: bool,
+        composed: bool,
+        tag: int,
     ) -> None:
         """Start the kernel on the current stream.
 
-        places: of the ranks that this process plays, in scan order; tensors: for each state its
-        arguments by name, stacked by rank where several are played.
+        plan: see `plan`. tensors: for each state its arguments by name, stacked by rank where
+        several are played. tag: 31 bits that the ranks' exchanges must agree in.
         """
-        layout = self.layouts[places[0].turn < 0]
+        layout = self.layouts[reverse]
         arguments: list[Tensor] = []
         for i, (t, given) in enumerate(zip(layout.tilings, tensors, strict=True)):
             named = {**given, "scratch": self.scratch[i]}
@@ -128,13 +133,14 @@ class Workspace:
                 options["launch_cooperative_grid"] = True
             if self.libraries:
                 options["extern_libs"] = self.libraries
-        self.kernel[(self.programs * len(places),)](
+        self.kernel[(self.programs * len(plan),)](
             self.memory.bases,
-            self._plan(places),
+            plan,
             self.programs,
             self.signature.lanes,
             layout.size,
             self.limit,
+            tag,
             *offsets,
             *arguments,
             COMPOSED=composed,
@@ -143,9 +149,42 @@ class Workspace:
             **options,
         )
 
-    def alarm(self, reverse: bool) -> bool:
-        """Whether a wait of this direction expired on some rank; waits for the device."""
-        return bool(self._words(reverse)[0].item())
+    def warm(self, plan: Tensor) -> None:
+        """Run every variant of the kernel on zeros, so that none is compiled or loaded later.
+
+        plan: of ranks that exchange nothing and have one segment. A rank that loads a kernel while
+        another of its kernels waits could keep both waiting.
+        """
+        device, lead = self.memory.bases.device, (len(plan), 1, 1, self.signature.lanes)
+        tensors = []
+        for form in self.signature.states:
+            dims, decay = form.dims, form.decay or ()
+            shapes = {"local": dims, "decay": decay, "matrix": (dims[0], dims[0]), "entry": dims}
+            given = {n: torch.zeros(*lead, *dims, device=device) for n, dims in shapes.items()}
+            tensors.append({**given, "entering": torch.empty_like(given["local"])})
+        dense = any(form.dense for form in self.signature.states)
+        for composed in (
+            (False, True) if dense and self.layouts[0].strategy == "chain" else (False,)
+        ):
+            self.launch(plan, tensors, False, composed, 0)
+        _synchronise(device)
+
+    def plan(self, key: Hashable, places: Callable[[], Sequence[Place]]) -> Tensor:
+        """Rows of the ranks that this process plays, in scan order, on the device.
+
+        key: of all that `places` depends on; each different plan is made and copied once.
+        """
+        found = self.plans.get(key)
+        if found is None:
+            if len(self.plans) >= PLANS_KEPT:
+                self.plans.clear()
+            rows = torch.tensor([place.row() for place in places()], dtype=torch.int64)
+            found = self.plans[key] = rows.to(self.memory.bases.device)
+        return found
+
+    def alarms(self) -> list[Tensor]:
+        """The words that are not zero if a wait expired on some rank, of both directions."""
+        return [self._words(reverse)[:1] for reverse in (False, True)]
 
     def records(self, reverse: bool) -> list[Record]:
         """What ranks reported."""
@@ -164,18 +203,6 @@ class Workspace:
         words = RECORD_WORDS * (layout.size + 1)
         part = self.memory.parts[0]
         return part[layout.errors : layout.errors + WORD * words].view(torch.int64)
-
-    def _plan(self, places: Sequence[Place]) -> Tensor:
-        """The rows of a plan on the device; each different one is copied there once."""
-        key = tuple(place.row() for place in places)
-        found = self.plans.get(key)
-        if found is None:
-            if len(self.plans) >= PLANS_KEPT:
-                self.plans.clear()
-            device = self.memory.bases.device
-            found = torch.tensor(key, dtype=torch.int64).view(-1, FIELDS).to(device)
-            self.plans[key] = found
-        return found
 
 
 def _synchronise(device: torch.device) -> None:
