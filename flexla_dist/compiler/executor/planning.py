@@ -61,6 +61,16 @@ class Entering:
     maps: dict[str, Room] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Configured:
+    """How a kernel is launched, whatever B and T are."""
+
+    tiles: int
+    rows: int
+    constants: Mapping[str, Any]
+    options: Mapping[str, int]
+
+
 class Planner:
     """Plans one direction."""
 
@@ -249,12 +259,7 @@ class Planner:
         function = self.executor.helper(self.direction, name, subject)
         grid = (programs, self.problem.heads)
         options = {"num_warps": 4, "num_stages": 1}
-
-        def make() -> Step:
-            places = tuple(place_of(room) for room in rooms)
-            return running.Launch(function, grid, places, (), constants, options)
-
-        self.rooms.events.append(Event(rooms, make))
+        self._add_launch(function, grid, rooms, (), constants, options)
 
     def _map(self, built: Built) -> None:
         """M of every segment: the scan of M alone, from the identity."""
@@ -383,27 +388,58 @@ class Planner:
     ) -> None:
         """Add one kernel; `override` replaces memory, `columns` the size of the column dim."""
         kernel, emitted = built.kernel, built.emitted
-        launch = launching.configuration(self.problem, self.schedule, kernel, self.shrink)
-        tiles = launching.column_tiles(self.problem, self.schedule, kernel, launch, columns)
-        rows = launching.row_tiles(self.problem, kernel)
+        how = self._configured(built, keep, columns)
         if kernel.kind != "map":
-            self._allocate(built, tiles)
+            self._allocate(built, how.tiles)
         memory = {**self.memory, **(override or {})}
         rooms = tuple(memory[name] for name in emitted.pointers)
-        constants = {
-            name: self.constant(name, kernel, launch, tiles, keep, columns)
-            for name in emitted.constants
-        }
         units = self.num_chunks
         if kernel.kind in LOOPS:
             units = self.segments.count if self.segments else self.problem.num_sequences
-        grid = (units * tiles * rows, self.problem.heads)
+        grid = (units * how.tiles * how.rows, self.problem.heads)
         numbers = tuple(self.number(name) for name in emitted.numbers)
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        self._add_launch(built.function, grid, rooms, numbers, how.constants, how.options)
+
+    def _configured(self, built: Built, keep: bool, columns: int | None) -> Configured:
+        """Tiles and constants, found once for all B and T."""
+        kernel, problem = built.kernel, self.problem
+        packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
+        key: tuple[Any, ...] = (kernel.name, self.direction, problem.family.sizes, self.tile_c)
+        key = (*key, packed, keep, columns, self.shrink, self.executor.plan, self.uneven)
+        found = self.executor.configured.get(key)
+        if found is None:
+            launch = launching.configuration(problem, self.schedule, kernel, self.shrink)
+            tiles = launching.column_tiles(problem, self.schedule, kernel, launch, columns)
+            constants = {
+                name: self.constant(name, kernel, launch, tiles, keep, columns)
+                for name in built.emitted.constants
+            }
+            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            rows = launching.row_tiles(problem, kernel)
+            found = Configured(tiles, rows, constants, options)
+            self.executor.configured[key] = found
+        return found
+
+    def _add_launch(
+        self,
+        function: Any,
+        grid: tuple[int, int],
+        rooms: tuple[Room, ...],
+        numbers: tuple[int | str, ...],
+        constants: Mapping[str, Any],
+        options: Mapping[str, int],
+    ) -> None:
+        wide = [type(n) is int and n.bit_length() > 31 for n in numbers]
+        dtypes = [room.dtype for room in rooms]
+        values = (*constants.values(), *options.values())
+        key = (id(function), self.problem.device, *dtypes, *wide, *values)
+        compiled = self.executor.compiled
 
         def make() -> Step:
             places = tuple(place_of(room) for room in rooms)
-            return running.Launch(built.function, grid, places, numbers, constants, options)
+            return running.Launch(
+                function, grid, places, numbers, constants, options, compiled, key
+            )
 
         self.rooms.events.append(Event(rooms, make))
 

@@ -147,7 +147,8 @@ class Problem(Outline):
 
     def __post_init__(self) -> None:
         if self.family is None:
-            sizes = (tuple(self.sizes.items()), self.output_dtype, self.device.type)
+            heads = (self.heads, *(x.shape[2] for x in self.inputs.values()))
+            sizes = (tuple(self.sizes.items()), heads, self.output_dtype, self.device)
             own = self.spec.log_scaled is not None or not self.layout.chunks
             states = None if own else tuple(self.state_shape(name) for name in self.state_names)
             object.__setattr__(self, "family", Family(sizes, states))

@@ -24,7 +24,7 @@ from flexla_dist.compiler.executor import fold_kernel
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.launch import interpreting
-from flexla_dist.compiler.executor.planning import Arguments, Planner
+from flexla_dist.compiler.executor.planning import Arguments, Configured, Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
@@ -80,6 +80,8 @@ class TritonExecutor:
         self._batched = TorchExecutor(graphs)
         self._shrink: dict[Any, int] = {}
         self._plans: dict[Any, Plan] = {}
+        self.configured: dict[Any, Configured] = {}  # by the planner
+        self.compiled: dict[Any, Any] = {}  # kernels that were launched
         self.segment_chunks: int | None = None  # chunks of a segment; None chooses
         self.plan = self._default_plan()  # of the forward pass, "fused" or "unfused"
 

@@ -118,7 +118,11 @@ class Compute:
 
 @dataclass(slots=True)
 class Launch:
-    """One kernel: `numbers` are run-time numbers or names of scalars of the call."""
+    """One kernel: `numbers` are run-time numbers or names of scalars of the call.
+
+    `compiled` holds kernels that were launched before, `key` is what tells this one from others:
+    equal keys compile to the same binary for pointers that 16 divides.
+    """
 
     function: Any
     grid: tuple[int, int]
@@ -126,6 +130,8 @@ class Launch:
     numbers: tuple[int | str, ...]
     constants: Mapping[str, Any]
     options: Mapping[str, int]
+    compiled: dict[Any, Any]
+    key: tuple[Any, ...]
     again: Direct | None = field(default=None, init=False)
     parts: tuple[tuple[int, int], ...] = field(init=False)
 
@@ -135,15 +141,23 @@ class Launch:
     def __call__(self, frame: Frame) -> None:
         scalars = frame.scalars
         numbers = [scalars[n] if type(n) is str else n for n in self.numbers]
+        if self.again is None and not frame.plain:
+            self._find(self.compiled.get(self.key))
         again = self.again
         if again is None or frame.plain:
             pointers = [frame.tensor(place) for place in self.places]
             kernel = self.function[self.grid](*pointers, *numbers, **self.constants, **self.options)
             if not frame.plain:
-                self.again = direct(self.function, kernel, self.grid, self.constants)
+                self._find(kernel)
             return
         addresses = frame.addresses
         again(frame.stream, [*[addresses[i] + at for i, at in self.parts], *numbers])
+
+    def _find(self, kernel: Any) -> None:
+        """Launch this kernel directly from now on, if that can be done."""
+        self.again = direct(self.function, kernel, self.grid, self.constants)
+        if self.again is not None:
+            self.compiled[self.key] = kernel
 
 
 @dataclass(frozen=True)
