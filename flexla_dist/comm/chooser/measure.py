@@ -22,7 +22,7 @@ from flexla_dist.comm.element import Element, StateElement, apply
 from flexla_dist.comm.tag import Kind, Tag
 
 SIZES = (4 << 10, 1 << 20, 8 << 20)
-REPEATS = {4 << 10: 21, 1 << 20: 15, 8 << 20: 9}
+REPEATS = 25
 WARM_UPS = 3
 GATHERED_BYTES, GATHER_REPEATS = 32 << 20, 15
 BURST = 5
@@ -127,15 +127,23 @@ class HostTransport:
 def measure_link(transport: Transport, peer: int, first: bool) -> Link:
     """The link to a neighbour; the two ranks call it together, one of them as `first`.
 
-    About a tenth of a second between processes of a host.
+    About half a second between processes of a host. Sizes take turns, so that a moment in which
+    the machine does something else is no size's alone.
     """
-    one, both = [], []
-    for size in SIZES:
-        one.append((size, _median(size, lambda n: transport.there_and_back(peer, n, first)) / 2))
-        both.append((size, _median(size, lambda n: transport.both_ways(peer, n))))
-    small = SIZES[0]
-    alone = one[0][1]
-    many = _median(small, lambda n: transport.burst(peer, n, BURST, first))
+    times: dict[tuple[str, int], list[float]] = {}
+    for turn in range(WARM_UPS + REPEATS):
+        for size in SIZES:
+            found = {
+                ("one", size): transport.there_and_back(peer, size, first) / 2,
+                ("both", size): transport.both_ways(peer, size),
+            }
+            if size == SIZES[0]:
+                found["many", size] = transport.burst(peer, size, BURST, first)
+            for key, seconds in found.items() if turn >= WARM_UPS else ():
+                times.setdefault(key, []).append(seconds)
+    one = [(size, median(times["one", size])) for size in SIZES]
+    both = [(size, median(times["both", size])) for size in SIZES]
+    alone, many = one[0][1], median(times["many", SIZES[0]])
     return Link(
         Curve(_ascending(one)),
         Curve(_ascending(both)),
@@ -183,11 +191,6 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(launch, stream, flops, programs, True, today())
 
 
-def _median(size: int, call: Callable[[int], float]) -> float:
-    times = [call(size) for _ in range(WARM_UPS + REPEATS[size])]
-    return median(times[WARM_UPS:])
-
-
 def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
     """Points whose seconds do not fall: noise must not make larger messages free."""
     found: list[tuple[int, float]] = []
@@ -200,7 +203,7 @@ def _panel_beta(transport: Transport, peer: int, first: bool) -> float:
     small, large = 4 << 10, 32 << 10
     times = []
     for size in (small, large):
-        found = [transport.panel(peer, size, first) for _ in range(WARM_UPS + REPEATS[small])]
+        found = [transport.panel(peer, size, first) for _ in range(WARM_UPS + REPEATS)]
         known = [seconds for seconds in found[WARM_UPS:] if seconds is not None]
         if not known:
             return 0.0
