@@ -24,7 +24,8 @@ from flexla_dist.compiler.executor import fold_kernel
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.launch import interpreting
-from flexla_dist.compiler.executor.planning import Arguments, Configured, Planner
+from flexla_dist.compiler.executor.planned_launches import Arguments, Configured
+from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
