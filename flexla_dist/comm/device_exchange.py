@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from flexla_dist.comm.device.layout import Layout, Signature
 from flexla_dist.comm.device.panels import StateForm
-from flexla_dist.comm.device.plan import Place
+from flexla_dist.comm.device.plan import Place, SpanPlace
 from flexla_dist.comm.device.record import OTHER_EXCHANGE, Record, describe, late_rank
 from flexla_dist.comm.device.source import DIALECTS, Dialect
 from flexla_dist.comm.device.workspace import INTERPRETED, Memory, Workspace, looks_per_second
@@ -64,11 +65,14 @@ class Span:
     live: how many leading segments (trailing ones in a suffix) see what enters, S if None. With a
         reset, segment `live` starts the document that leaves; if there is none, it starts inside
         the last segment, whose `local` is all that leaves.
+    starts: further segments at which documents start, counted like `live`, ascending, after it; the
+        last one starts the document that leaves.
     """
 
     states: tuple[SpanState, ...]
     reset: bool = False
     live: int | None = None
+    starts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, element: Element) -> Span:
@@ -98,15 +102,21 @@ class Span:
         """S."""
         return self.states[0].local.shape[0]
 
-    def place(self) -> tuple[bool, int, int]:
-        """(reset, live, segments); ShardingError if they do not fit."""
+    def place(self) -> SpanPlace:
+        """(reset, live, segments, starts); ShardingError if they do not fit."""
         live = self.segments if self.live is None else self.live
         if not 0 <= live <= self.segments or (not self.reset and live != self.segments):
             raise ShardingError(
                 f"a span of {self.segments} segments, reset {self.reset}, has live {live}; "
                 "expected 0 to S, and S where no document starts inside"
             )
-        return self.reset, live, self.segments
+        bounds = (live, *self.starts, self.segments)
+        if self.starts and not all(a < b for a, b in pairwise(bounds)):
+            raise ShardingError(
+                f"a span of {self.segments} segments has live {live} and starts {self.starts}; "
+                "expected ascending numbers between them, and a reset"
+            )
+        return self.reset, live, self.segments, self.starts
 
 
 @dataclass
@@ -121,7 +131,7 @@ class DeviceExchanger:
         far as the device holds them. delay_ns: what is added to the way of every message.
     waits: False takes every wait as over, for measurements: results are then wrong.
 
-    Except `check`, every method is called by all ranks in the same order. Errors of a wait come
+    Every method is called by all ranks in the same order, `check` at will. Errors of a wait come
     from `check`, until then results may be NaN. Kernels go to the current stream, which the caller
     orders with others; exchanges of one shape and direction follow each other. Nothing here is
     recorded by autograd.
@@ -219,12 +229,16 @@ class DeviceExchanger:
         """`suffix` of all virtual ranks of a LocalHeap in one launch."""
         return self._exchange(spans, crossing, tag, entry, reverse=True)
 
-    def check(self) -> None:
+    def check(self, together: bool = False) -> None:
         """Wait for this device's exchanges; raise on every rank what went wrong on one.
 
         ExchangeTimeout: a wait expired; TagMismatch: ranks were in different exchanges. The next
         exchange then starts anew: all ranks meet in the heap's barrier first.
+        together: all ranks call it, it waits for all, and all raise or none. Otherwise a rank that
+            waits for nobody may come here before another one's wait expires, and hear of it later.
         """
+        if together:
+            self.heap.barrier()
         found = [(w, w.alarms()) for w in self.workspaces.values()]
         words = [word for _, pair in found for word in pair]
         if not words or not torch.cat(words).any().item():
@@ -274,7 +288,7 @@ class DeviceExchanger:
         return [tuple(whole[home] for whole in out) for home in range(len(spans))]
 
     def _places(
-        self, crossing: tuple[bool, ...], spans: tuple[tuple[bool, int, int], ...], reverse: bool
+        self, crossing: tuple[bool, ...], spans: tuple[SpanPlace, ...], reverse: bool
     ) -> list[Place]:
         """The places of the ranks that this process plays, in scan order."""
         assert self.nodes is not None
@@ -326,7 +340,7 @@ class DeviceExchanger:
             signature, layouts, memory, self.dialect, programs, limit, self.delay_ns
         )
         if not INTERPRETED:
-            apart, one = (False,) * (self.heap.size - 1), ((False, 1, 1),) * len(blocks)
+            apart, one = (False,) * (self.heap.size - 1), ((False, 1, 1, ()),) * len(blocks)
             workspace.warm(workspace.plan("apart", partial(self._places, apart, one, False)))
             self.heap.barrier()
         return workspace

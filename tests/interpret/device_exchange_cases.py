@@ -86,11 +86,11 @@ def expected(
 
 
 def _through(span: Span, state: State, reverse: bool) -> tuple[State, State]:
-    reset, live, segments = span.place()
+    reset, live, segments, starts = span.place()
     entering: dict[int, State] = {}
     for number in range(segments):
         at = segments - 1 - number if reverse else number
-        if reset and number == live:
+        if reset and (number == live or number in starts):
             state = tuple(torch.zeros_like(t) for t in state)
         entering[at] = state
         element = Element(

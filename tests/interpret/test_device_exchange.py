@@ -86,6 +86,21 @@ def test_documents(strategy: str, kind: str) -> None:
         compare(group, [replace(s, reset=True, live=1) for s in spans], [True] * 3, reverse)
 
 
+@pytest.mark.parametrize(("strategy", "kind"), [("chain", "dense"), ("log_scan", "rows")])
+def test_several_documents_in_a_shard(strategy: str, kind: str) -> None:
+    """Documents that lie inside a shard as a whole neither hear of others nor are heard of."""
+    g = torch.Generator().manual_seed(12)
+    group = exchanger(3, strategy)
+    spans = [random_span(kind, 6, Sizes(H=1), g) for _ in range(3)]
+    spans[1] = replace(spans[1], reset=True, live=1, starts=(3, 5))
+    for reverse in (False, True):
+        compare(group, spans, [True, True], reverse)
+    spans = [replace(s, reset=True, live=0, starts=(1, 4)) for s in spans]
+    compare(group, spans, [True, True], False)
+    with pytest.raises(ShardingError, match="ascending numbers"):
+        group.prefix_all([replace(s, starts=(4, 1)) for s in spans], [True, True])
+
+
 @pytest.mark.parametrize("kind", ["columns", "two_states"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_entry(strategy: str, kind: str) -> None:

@@ -110,23 +110,27 @@ def walk(
     last,
     stop,
     fresh,
+    starts,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
     PRECISION: tl.constexpr,
+    SEVERAL: tl.constexpr,
 ):
     """The state after segments first..last-1, writing those that enter first+1..stop-1.
 
-    The state entering `first` has been written; fresh: it is zero.
+    The state entering `first` has been written; fresh: 1 if it is zero. SEVERAL: further documents
+    start where the words at `starts` are set.
     """
     matrix, local, entering, entry, matrix_step, state_step, origin, way, columns, scratch = tile
     state = tl.zeros([BR, BC], tl.float32)
+    empty = tl.zeros([], tl.int32) + fresh
     for segment in range(first, last):
         at = origin + segment * way
         state = load_state(local + at * state_step, columns, K, WIDTH, BR, BC)
-        if (segment > first) | (fresh == 0):
+        if empty == 0:
             state += multiply(
                 matrix + at * matrix_step,
                 K,
@@ -139,8 +143,12 @@ def walk(
                 BK,
                 PRECISION,
             )
+        empty = empty * 0
         if segment + 1 < stop:
-            store_state(entering + (at + way) * state_step, columns, state, K, WIDTH)
+            if SEVERAL:
+                empty = (tl.load(starts + segment + 1) != 0).to(tl.int32)
+            entered = tl.where(empty != 0, 0.0, state)
+            store_state(entering + (at + way) * state_step, columns, entered, K, WIDTH)
     return state
 
 
@@ -159,7 +167,9 @@ def begin_dense(
     """(state entering if no rank is before, what leaves if that does not depend on the ranks
     before, 1 if it does not); the states entering the segments that it passes are written."""
     matrix, local, entering, entry, matrix_step, state_step, origin, way, columns, scratch = tile
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     given = tl.zeros([BR, BC], tl.float32)
     fresh = tl.full([], 1, tl.int32)
     if ENTRY:
@@ -174,12 +184,26 @@ def begin_dense(
             store_state(at, columns, tl.zeros([BR, BC], tl.float32), K, WIDTH)
         first = tl.minimum(live, segments - 1)
         stop = tl.where(live < segments, segments, 0)
-        total = walk(tile, first, segments, stop, 1, K, WIDTH, BR, BC, BK, PRECISION)
+        total = walk(
+            tile, first, segments, stop, 1, place[11], K, WIDTH, BR, BC, BK, PRECISION, True
+        )
     else:
         if position == 0:
             store_state(entering + origin * state_step, columns, given, K, WIDTH)
             total = walk(
-                tile, segments * 0, segments, segments, fresh, K, WIDTH, BR, BC, BK, PRECISION
+                tile,
+                segments * 0,
+                segments,
+                segments,
+                fresh,
+                place[11],
+                K,
+                WIDTH,
+                BR,
+                BC,
+                BK,
+                PRECISION,
+                False,
             )
     return given, total, alone
 
@@ -198,10 +222,13 @@ def finish_dense(
 ):
     """Write what `begin_dense` could not know: the states that follow from the rank before."""
     matrix, local, entering, entry, matrix_step, state_step, origin, way, columns, scratch = tile
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     if (live > 0) & ((position > 0) | (reset != 0)):
         store_state(entering + origin * state_step, columns, state, K, WIDTH)
-        walk(tile, segments * 0, live - 1, live, 0, K, WIDTH, BR, BC, BK, PRECISION)
+        first, starts = segments * 0, place[11]
+        walk(tile, first, live - 1, live, 0, starts, K, WIDTH, BR, BC, BK, PRECISION, False)
 
 
 @triton.jit
@@ -290,7 +317,9 @@ def own_dense(
     needed: whether other ranks need the element at all.
     """
     matrix, local, entering, entry, matrix_step, state_step, origin, way, columns, scratch = tile
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     given, total, alone = begin_dense(tile, place, K, WIDTH, BR, BC, BK, PRECISION, ENTRY)
     side = segments * 0
     if alone != 0:

@@ -56,7 +56,9 @@ def chain_dense(
     """
     rank = link[3]
     matrix, local, entering, entry, matrix_step, state_step, origin, way, columns, scratch = tile
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     state, total, alone = begin_dense(tile, place, K, WIDTH, BR, BC, BK, PRECISION, ENTRY)
     remote, more = rank * 0, position + 1 < count
     if more:
@@ -84,7 +86,19 @@ def chain_dense(
                     following = entering + (origin + way) * state_step
                     store_state(following, columns, leaving, K, WIDTH)
                     leaving = walk(
-                        tile, side + 1, segments, segments, 0, K, WIDTH, BR, BC, BK, PRECISION
+                        tile,
+                        side + 1,
+                        segments,
+                        segments,
+                        0,
+                        place[11],
+                        K,
+                        WIDTH,
+                        BR,
+                        BC,
+                        BK,
+                        PRECISION,
+                        False,
                     )
             send_state(link, remote, rank + turn, 0, leaving, MESSAGE, DELAY)
         if COMPOSED:
@@ -118,7 +132,9 @@ def log_scan_dense(
     DELAY: tl.constexpr,
 ):
     """Exclusive scan in ROUNDS rounds of elements."""
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     scratch = tile[9]
     needed = (position + 1 < count).to(tl.int32)
     state, side, alone = own_dense(tile, place, needed, K, WIDTH, BR, BC, BM, BK, PRECISION, ENTRY)
@@ -168,7 +184,9 @@ def all_gather_dense(
 ):
     """Every rank puts its element to all that come after it, and folds those before it."""
     rank = link[3]
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     scratch = tile[9]
     needed = (position + 1 < count).to(tl.int32)
     state, side, alone = own_dense(tile, place, needed, K, WIDTH, BR, BC, BM, BK, PRECISION, ENTRY)
@@ -209,7 +227,9 @@ def hierarchical_dense(
 ):
     """Doubling inside a node, one state from node to node; see `hierarchical_elementwise`."""
     rank = link[3]
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     scratch = tile[9]
     leads = (part_position + 1 == part_count) & (after != 0)
     needed = ((part_position + 1 < part_count) | leads).to(tl.int32)

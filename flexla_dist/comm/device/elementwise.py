@@ -4,8 +4,8 @@ A panel is one tile of one head's state. `tile` is where it lies in this rank's 
 pointers to the first segment (local, decay, entering, entry), the steps from segment to segment,
 the first segment in the order of the scan and the way from there (1 or -1), and masks. `place` is
 this rank's position: (position, count, reset, live, segments, turn, part_position, part_count,
-before, after), see `plan`. A state is [BR, BC] and a factor (elementwise M) [DR, DC], each 1 or as
-long as the state's. Without decay the factor is 1 and does not travel.
+before, after, fresh, starts), see `plan`. A state is [BR, BC] and a factor (elementwise M)
+[DR, DC], each 1 or as long as the state's. Without decay the factor is 1 and does not travel.
 
 Every strategy sends what others wait for before it writes what only this rank needs.
 """
@@ -46,18 +46,18 @@ def own_element(
     alone: what enters has no effect on what leaves; the total then holds all of it.
     """
     local, decay, entering, entry, state_step, decay_step, origin, way, mask, decay_mask = tile
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     given = tl.zeros([BR, BC], tl.float32)
     if ENTRY:
         if position == 0:
             given = tl.load(entry, mask=mask, other=0.0)
     total = given
-    first = segments * 0
     if reset != 0:
         total = tl.zeros([BR, BC], tl.float32)
-        first = tl.minimum(live, segments - 1)
     factor = tl.full([DR, DC], 1.0, tl.float32)
-    for segment in range(first, segments):
+    for segment in range(place[10], segments):
         at = origin + segment * way
         value = tl.load(local + at * state_step, mask=mask, other=0.0)
         if DECAY:
@@ -70,11 +70,16 @@ def own_element(
 
 
 @triton.jit
-def write_entering(tile, first, last, state, DECAY: tl.constexpr):
-    """Write the states that enter segments first..last-1; `state` enters the first of them."""
+def write_entering(tile, first, last, starts, state, DECAY: tl.constexpr, SEVERAL: tl.constexpr):
+    """Write the states that enter segments first..last-1; `state` enters the first of them.
+
+    SEVERAL: further documents start where the words at `starts` are set.
+    """
     local, decay, entering, entry, state_step, decay_step, origin, way, mask, decay_mask = tile
     for segment in range(first, last):
         at = origin + segment * way
+        if SEVERAL:
+            state = tl.where(tl.load(starts + segment) != 0, 0.0, state)
         tl.store(entering + at * state_step, state, mask=mask)
         if segment + 1 < last:
             value = tl.load(local + at * state_step, mask=mask, other=0.0)
@@ -88,9 +93,13 @@ def write_entering(tile, first, last, state, DECAY: tl.constexpr):
 @triton.jit
 def finish_elementwise(tile, place, state, BR: tl.constexpr, BC: tl.constexpr, DECAY: tl.constexpr):
     """Write what enters every segment: `state` up to a document's start, zero there."""
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
-    write_entering(tile, segments * 0, live, state, DECAY)
-    write_entering(tile, live, segments, tl.zeros([BR, BC], tl.float32), DECAY)
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
+    starts = place[11]
+    write_entering(tile, segments * 0, live, starts, state, DECAY, SEVERAL=False)
+    zero = tl.zeros([BR, BC], tl.float32)
+    write_entering(tile, live, segments, starts, zero, DECAY, SEVERAL=True)
 
 
 @triton.jit
@@ -244,7 +253,9 @@ def chain_elementwise(
 ):
     """The state walks from rank to rank; one that ignores what enters sends without waiting."""
     rank = link[3]
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     state, total, factor, alone = own_element(tile, place, BR, BC, DR, DC, DECAY, ENTRY)
     remote, more = rank * 0, position + 1 < count
     if more:
@@ -276,7 +287,9 @@ def log_scan_elementwise(
     DELAY: tl.constexpr,
 ):
     """Exclusive scan in ROUNDS rounds of elements."""
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     state, total, factor, alone = own_element(tile, place, BR, BC, DR, DC, DECAY, ENTRY)
     complete, total, factor, alone = doubling_elementwise(
         link,
@@ -319,7 +332,9 @@ def all_gather_elementwise(
 ):
     """Every rank puts its element to all that come after it, and folds those before it."""
     rank = link[3]
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     state, total, factor, alone = own_element(tile, place, BR, BC, DR, DC, DECAY, ENTRY)
     for number in range(position + 1, count):
         peer = rank + (number - position) * turn
@@ -358,7 +373,9 @@ def hierarchical_elementwise(
     for ranks before it only, and one state crosses between nodes.
     """
     rank = link[3]
-    position, count, reset, live, segments, turn, part_position, part_count, before, after = place
+    position, count, reset, live, segments, turn, part_position, part_count, before, after = place[
+        :10
+    ]
     state, total, factor, alone = own_element(tile, place, BR, BC, DR, DC, DECAY, ENTRY)
     leads = (part_position + 1 == part_count) & (after != 0)
     complete, total, factor, alone = doubling_elementwise(

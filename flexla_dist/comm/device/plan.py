@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from flexla_dist.comm.links import Line
 
-FIELDS = 12
+FIELDS = 13
+SpanPlace = tuple[bool, int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Place:
     position, count: in the line of connected ranks, in scan order. reset, live: of the span.
     turn: 1 for a prefix, -1 for a suffix: the way through ranks and segments. part_position,
     part_count: in the part of the line on one node; before, after: whether other parts are.
+    starts: segments, in scan order, at which further documents start, after that at `live`.
     """
 
     rank: int
@@ -32,6 +34,7 @@ class Place:
     part_count: int
     before: bool
     after: bool
+    starts: tuple[int, ...]
 
     @classmethod
     def of(
@@ -40,15 +43,15 @@ class Place:
         home: int,
         crossing: Sequence[bool],
         nodes: Sequence[int],
-        span: tuple[bool, int, int],
+        span: SpanPlace,
         reverse: bool,
     ) -> Place:
-        """The place of a rank whose span is (reset, live, segments)."""
+        """The place of a rank whose span is (reset, live, segments, starts)."""
         line = Line.around(rank, crossing, reverse)
         parts = line.segments(nodes)
         index = next(i for i, part in enumerate(parts) if part.position >= 0)
         part = parts[index]
-        reset, live, segments = span
+        reset, live, segments, starts = span
         return cls(
             rank,
             home,
@@ -62,10 +65,15 @@ class Place:
             len(part.ranks),
             index > 0,
             index + 1 < len(parts),
+            starts,
         )
 
     def row(self) -> tuple[int, ...]:
-        """The fields in order, as integers."""
+        """The fields in order, as integers, then a word for each segment: a document starts there.
+
+        The last field is the first segment of what leaves.
+        """
+        fresh = self.starts[-1] if self.starts else min(self.live, self.segments - 1)
         return (
             self.rank,
             self.home,
@@ -79,4 +87,6 @@ class Place:
             self.part_count,
             int(self.before),
             int(self.after),
+            fresh if self.reset else 0,
+            *(int(number in self.starts) for number in range(self.segments)),
         )

@@ -130,11 +130,11 @@ def _kernel(signature: Signature, layout: Layout, dialect: Dialect) -> list[str]
     ]
     offsets = ["errors", "flags", "credits", "sent", "epochs"]
     offsets += [f"{name}_{i}" for i in states for name in ("slots", "staging")]
-    numbers = ["programs", "lanes", "size", "limit", "tag", *offsets]
+    numbers = ["programs", "pitch", "lanes", "size", "limit", "tag", *offsets]
     jit = "triton_dist.jit" if dialect == "triton_dist" else "triton.jit"
     fields = [
         *("rank", "home", "position", "count", "reset", "live", "segments", "turn"),
-        *("part_position", "part_count", "before", "after"),
+        *("part_position", "part_count", "before", "after", "fresh"),
     ]
     lines = [
         f"@{jit}(",
@@ -150,9 +150,12 @@ def _kernel(signature: Signature, layout: Layout, dialect: Dialect) -> list[str]
         "):",
         "    program = tl.program_id(0).to(tl.int64)",
         "    lanes = program * 0 + lanes",
-        f"    row = plan + (program // programs) * {FIELDS}",
+        "    row = plan + (program // programs) * pitch",
         *(f"    {name} = tl.load(row + {i})" for i, name in enumerate(fields)),
-        f"    place = ({', '.join(fields[2:])})",
+        f"    starts = row + {FIELDS}",
+        "    place = (",
+        *(f"        {name}," for name in (*fields[2:], "starts")),
+        "    )",
         "    base = tl.load(bases + rank)",
         "    origin = tl.where(turn > 0, 0, segments - 1)",
     ]

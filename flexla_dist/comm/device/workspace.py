@@ -137,6 +137,7 @@ class Workspace:
             self.memory.bases,
             plan,
             self.programs,
+            plan.shape[1],
             self.signature.lanes,
             layout.size,
             self.limit,
