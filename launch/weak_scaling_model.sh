@@ -33,13 +33,19 @@ if [ -z "$ranks" ]; then
 fi
 ./launch/setup.sh
 export OMP_NUM_THREADS=1
-for count in $ranks $crowded; do
-    systems=chain,log_scan,all_gather,lasp2,lasp2_naive,lasp,zeco,ideal_same_plan,ideal_best
+systems=chain,log_scan,all_gather,lasp2,lasp2_naive,lasp,zeco,ideal_same_plan,ideal_best
+measure() { # a number of processes, and options
+    local count="$1" some="$systems"
+    shift
     # Ulysses wants a head for each rank; the calls have eight.
-    [ $((8 % count)) -ne 0 ] || systems="$systems,ulysses"
+    [ $((8 % count)) -ne 0 ] || some="$some,ulysses"
     .venv/bin/torchrun --standalone --nproc_per_node="$count" scaling_runs/weak_scaling.py --device cpu \
-        --config configs/weak_scaling/model_check.yaml --ranks "$count" --systems "$systems" "$@"
+        --config configs/weak_scaling/model_check.yaml --ranks "$count" --systems "$some" "$@"
+}
+for count in $ranks; do
+    measure "$count" "$@"
 done
+measure "$crowded" --variants simple_gla --rounds 2 "$@"
 for count in 2 8; do
     .venv/bin/torchrun --standalone --nproc_per_node="$count" -m scaling_runs.model --paced --seconds 1 ||
         echo "paced runs on $count ranks differ from the model by more than 20%" >&2

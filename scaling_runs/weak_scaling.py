@@ -23,7 +23,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -119,6 +119,8 @@ class Program:
             n: dist.new_group(list(range(n)), timeout=limit) for n in sizes
         }
         self.groups[ranks.world] = dist.group.WORLD
+        if grid.phases and 1 not in self.groups:
+            self.groups[1] = dist.new_group([0], timeout=limit)
         self.phases = PhaseTimes(self.provenance, ranks.device, options.results)
         self.checked: dict[tuple, float | str | None] = {}
         self.shown: list[dict[str, str]] = []
@@ -155,7 +157,7 @@ class Program:
         takes_part = self.grid.phases and self.ranks.rank < first.P
         for number in range(self.grid.rounds):
             if takes_part:
-                self.phases.sample(first, self.groups[first.P], self.grid.seconds)
+                self._sample_phases(first)
             for point in points:
                 if results is not None and number == 0:
                     results.put(point, "begun", {})
@@ -163,8 +165,17 @@ class Program:
                     self._measure(point, found[point])
                 self._everyone()
         if takes_part and results is not None:
-            self.phases.keep(first)
+            for ranks in {1, first.P}:
+                self.phases.keep(replace(first, P=ranks))
         return found
+
+    def _sample_phases(self, point: Point) -> None:
+        """Local parts on all ranks of the point beside each other, and on the first alone."""
+        seconds = self.grid.seconds
+        self.phases.sample(point, self.groups[point.P], seconds)
+        if self.ranks.rank == 0 and point.P > 1:
+            self.phases.sample(replace(point, P=1), self.groups[1], seconds)
+        Clock(self.groups[point.P], self.ranks.device).meet()
 
     def _keep(self, point: Point, found: Measured, results: Results | None, count: str) -> None:
         if results is None:

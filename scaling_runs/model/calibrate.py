@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from flexla_dist.comm import Element, StateElement, StateExchanger, Tag, apply, combine, zero_state
 from flexla_dist.comm.links import all_gather_flat
-from scaling_runs.baselines.shard import executor_of
+from scaling_runs.baselines.shard import Sharding, executor_of
+from scaling_runs.baselines.ulysses import exchange_heads
 from scaling_runs.model.workload import KERNEL_COLUMNS, KERNEL_KEY
 from scaling_runs.rows import RowStore
 from scaling_runs.weak_cases import compiled, example_element, inputs_of
@@ -103,9 +104,12 @@ class Links:
         return lambda: all_gather_flat(whole, own, self.group).wait()  # type: ignore[arg-type]
 
     def _all_to_all(self, size: int) -> Call:
-        """Each of the P - 1 steps moves `size` bytes."""
-        own = torch.zeros(self.size, size // 4, device=self.device)
-        return lambda: dist.all_to_all_single(torch.empty_like(own), own)
+        """Each of the P - 1 steps moves `size` bytes of three tensors, packing included."""
+        width = 16
+        tokens = max(1, size // (3 * 4 * width))
+        sharding = Sharding.of(None, (tokens,) * self.size)
+        tensors = [torch.zeros(1, tokens, self.size, width, device=self.device) for _ in range(3)]
+        return lambda: exchange_heads(sharding, tensors)
 
 
 def phase_calls(point: Point, device: torch.device) -> dict[str, Call]:
