@@ -34,22 +34,17 @@ from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
+from flexla_dist.compiler.kinds import HEAVY, SLOW, VECTOR_SUMS, VIEWS
+from flexla_dist.compiler.liveness import most_alive
 from flexla_dist.compiler.partition import LEVELS
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
-HEAVY = frozenset({ops.unit_tril_inverse, ops.decay_scores, ops.decay_rows, ops.decay_cols})
-SLOW = frozenset(
-    {
-        *(ops.exp, ops.expm1, ops.log, ops.log1p, ops.sigmoid, ops.logsigmoid, ops.softplus),
-        *(ops.tanh, ops.sqrt, ops.rsqrt, ops.power, ops.sin, ops.cos, ops.cumsum),
-    }
-)
 LOOPS = ("scan", "reverse", "map", "summary")
-VECTOR_SUMS = frozenset({ops.decay_rows, ops.decay_cols})
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
-_FREE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
+SMALL_PRODUCTS = 5  # as many never need a cut
+MAX_ALIVE = 2**15  # elements at the usual sizes, what four warps hold in 256 registers a thread
 
 
 @dataclass(frozen=True)
@@ -150,7 +145,7 @@ class _Scheduler:
 
     def _worth_storing(self, node: fx.Node) -> bool:
         """A product with token rows, a vector of gates, or a tile scaled by a tile of gates."""
-        if node.target in _FREE or not (self.costly[node] or self.gated[node]):
+        if node.target in VIEWS or not (self.costly[node] or self.gated[node]):
             return False
         if self.costly[node]:
             return self._has_token_rows(node)
@@ -171,7 +166,7 @@ class _Scheduler:
                 continue
             seen.add(node)
             useful = node in inside and self.costly[node] and self._has_token_rows(node)
-            if useful and node.target not in _FREE:
+            if useful and node.target not in VIEWS:
                 found[buffer_name(node)] = node
                 continue
             stack.extend(x for x in node.args if isinstance(x, fx.Node))
@@ -288,7 +283,7 @@ class _Scheduler:
                 self.add_chunks(name, kept, finished)
                 pending = [v for v in pending if v not in self.stored]
                 continue
-            if self._fits(body):
+            if self._fits(body, roots):
                 self._emit_chunk(name, pending, remaining)
                 return
             crossing = self._cheapest_cut(body, set(roots))
@@ -355,28 +350,41 @@ class _Scheduler:
         for node in values:
             self.stored[node] = None
 
-    def _fits(self, body: list[fx.Node]) -> bool:
+    def _fits(self, body: list[fx.Node], results: Iterable[fx.Node]) -> bool:
+        """Few enough products, and few enough registers unless it is small or tiled."""
+        products = sum(node.target is ops.matmul for node in body)
+        if not self._few_products(body):
+            return False
+        tiled = any(node.target in VECTOR_SUMS for node in body)
+        if products <= SMALL_PRODUCTS or tiled:
+            return True
+        _, loads = self.body_of(results)
+        return most_alive(loads, body, results) <= MAX_ALIVE
+
+    @staticmethod
+    def _few_products(body: list[fx.Node]) -> bool:
         products = sum(node.target is ops.matmul for node in body)
         heavy = sum(node.target in HEAVY for node in body)
         return products <= MAX_PRODUCTS and heavy <= MAX_HEAVY
 
     def _cheapest_cut(self, body: list[fx.Node], roots: set[fx.Node]) -> list[fx.Node]:
         """Values that cross the cut with the fewest bytes among the cuts that fit one kernel."""
-        best: tuple[float, list[fx.Node]] | None = None
+        cuts: list[tuple[float, int, list[fx.Node]]] = []
         for end in range(1, len(body)):
             prefix = body[:end]
-            if not self._fits(prefix):
+            if not self._few_products(prefix):
                 break
             if not any(n.target is ops.matmul or n.target in HEAVY for n in prefix):
                 continue
             crossing = self._crossing(prefix, body[end:], roots)
             work = sum(n.target is ops.matmul or n.target in HEAVY for n in prefix)
             cost = sum(self._weight(node) for node in crossing) / work
-            if crossing and (best is None or cost <= best[0]):
-                best = (cost, crossing)
-        if best is None:
-            raise AssertionError("no cut fits a kernel")
-        return best[1]
+            if crossing:
+                cuts.append((cost, -end, crossing))
+        for _, _, crossing in sorted(cuts, key=lambda cut: cut[:2]):
+            if self._fits(self.body_of(crossing)[0], crossing):
+                return crossing
+        raise AssertionError("no cut fits a kernel")
 
     def _crossing(
         self, prefix: list[fx.Node], suffix: list[fx.Node], roots: set[fx.Node]
@@ -391,7 +399,7 @@ class _Scheduler:
             if node in seen or node not in inside:
                 continue
             seen.add(node)
-            if self.costly[node] and node.target not in _FREE:
+            if self.costly[node] and node.target not in VIEWS:
                 below = self._only_product_below(node)
                 if below is None or below not in inside:
                     out[node] = None
@@ -426,7 +434,7 @@ def _rank(node: fx.Node) -> int:
 
 def _base(node: fx.Node) -> fx.Node:
     """What a view looks at."""
-    while node.op == "call_function" and node.target in _FREE:
+    while node.op == "call_function" and node.target in VIEWS:
         node = node.args[-1]
     return node
 

@@ -16,10 +16,10 @@ from torch import fx
 
 from flexla_dist.compiler.emit import device
 from flexla_dist.compiler.emit.expressions import Expressions, value_name
-from flexla_dist.compiler.emit.order import emission_order, held_values
 from flexla_dist.compiler.emit.tiles import Tile, along, index_name
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.liveness import emission_order, held_values
 from flexla_dist.compiler.passes.padding import is_valid_mask
 from flexla_dist.compiler.schedule import LOOPS, Kernel, Schedule, buffer_name
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
@@ -149,8 +149,9 @@ class _Emitter:
         names: dict[fx.Node, list[str]] = {}
         for name, node in self.kernel.stores.items():
             names.setdefault(node, []).append(name)
-        steps = emission_order(self.kernel)
-        held = held_values(self.kernel)
+        kernel = self.kernel
+        steps = emission_order(kernel.loads, kernel.body, kernel.stores.values())
+        held = held_values(kernel.loads, kernel.body)
         for at, node in enumerate(steps):
             self._need(node)
             for name in names.pop(node, ()):

@@ -13,7 +13,8 @@ from torch import fx
 
 from flexla_dist.compiler.executor.problem import Outline
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.schedule import HEAVY, LOOPS, VECTOR_SUMS, Kernel, Schedule
+from flexla_dist.compiler.kinds import HEAVY, VECTOR_SUMS
+from flexla_dist.compiler.schedule import LOOPS, Kernel, Schedule
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import UNIT_DIM
 
@@ -128,8 +129,10 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         tile = min(width, 32 if widest > 128 or wide else 2 * FUSED_TILE if flat else FUSED_TILE)
         return Launch(max(MIN_TILE, tile >> shrink), 8 if widest > 128 else 4, 2)
     if kernel.kind in LOOPS:
-        tile = min(width, 32 if widest > 128 or wide else 64)
-        warps = 8 if widest > 128 and kernel.row_dim is None else 4
+        whole_rows = kernel.row_dim is None  # a dense M: more programs bring more than wider ones
+        narrow = widest > 128 or wide or (whole_rows and not flat)
+        tile = min(width, 32 if narrow else 64)
+        warps = 8 if widest > 128 and whole_rows else 4
         return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
     scans = any(node.target is ops.decay_scan_reverse for node in kernel.body)
     tile = min(width, 64 if widest > 128 or wide or scans else 128)

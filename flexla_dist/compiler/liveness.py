@@ -13,27 +13,25 @@ keep the order of the graph, so the same graph gives the same text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.schedule import HEAVY, SLOW, Kernel
+from flexla_dist.compiler.kinds import HEAVY, SLOW, SUMS, VIEWS
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
 
 BEAM = 16
 _CHUNK, _DIM = 64, 128
-_VIEWS = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
-_SUMS = frozenset({ops.total, ops.amax})
 
 
-def cheap_values(kernel: Kernel) -> frozenset[fx.Node]:
+def cheap_values(loads: Iterable[fx.Node], body: Sequence[fx.Node]) -> frozenset[fx.Node]:
     """Tiles that are loaded, or made from loads by views and plain arithmetic."""
-    cheap = {node for node in kernel.loads if _size(node) > _DIM}
-    small = {node for node in kernel.loads if _size(node) <= _DIM}
-    for node in kernel.body:
-        if node.target in SLOW or node.target in HEAVY or node.target in _SUMS:
+    cheap = {node for node in loads if _size(node) > _DIM}
+    small = {node for node in loads if _size(node) <= _DIM}
+    for node in body:
+        if node.target in SLOW or node.target in HEAVY or node.target in SUMS:
             continue
         operands = [x for x in node.args if isinstance(x, fx.Node)]
         plain = node.target is not ops.matmul and all(x in cheap or x in small for x in operands)
@@ -42,22 +40,31 @@ def cheap_values(kernel: Kernel) -> frozenset[fx.Node]:
     return frozenset(cheap)
 
 
-def held_values(kernel: Kernel) -> frozenset[fx.Node]:
+def held_values(loads: Iterable[fx.Node], body: Sequence[fx.Node]) -> frozenset[fx.Node]:
     """Cheap values that arithmetic holds in registers; what only products read lies in shared
     memory."""
-    cheap = cheap_values(kernel)
+    cheap = cheap_values(loads, body)
     held: set[fx.Node] = set()
-    for node in reversed(kernel.body):
-        if node.target is ops.matmul or (node.target in _VIEWS and node not in held):
+    for node in reversed(body):
+        if node.target is ops.matmul or (node.target in VIEWS and node not in held):
             continue
         held.update(x for x in node.args if isinstance(x, fx.Node) and x in cheap)
     return frozenset(held)
 
 
-def emission_order(kernel: Kernel) -> list[fx.Node]:
+def emission_order(
+    loads: Iterable[fx.Node], body: Sequence[fx.Node], results: Iterable[fx.Node]
+) -> list[fx.Node]:
     """Products, domain operators, sums and results of a chunk kernel, in the order to compute."""
-    search = _Search(kernel)
-    return search.run()
+    search = _Search(loads, body, set(results))
+    return [search.values[at] for at in search.run().order]
+
+
+def most_alive(
+    loads: Iterable[fx.Node], body: Sequence[fx.Node], results: Iterable[fx.Node]
+) -> int:
+    """Elements alive at a time in the best order."""
+    return _Search(loads, body, set(results)).run().peak
 
 
 @dataclass(frozen=True)
@@ -71,12 +78,11 @@ class _Partial:
 
 
 class _Search:
-    def __init__(self, kernel: Kernel):
-        cheap = cheap_values(kernel)
-        results = set(kernel.stores.values())
-        self.values = [n for n in kernel.body if n not in cheap or n in results]
+    def __init__(self, loads: Iterable[fx.Node], body: Sequence[fx.Node], results: set[fx.Node]):
+        cheap = cheap_values(loads, body)
+        self.values = [n for n in body if n not in cheap or n in results]
         self.bit = {node: 1 << at for at, node in enumerate(self.values)}
-        self.sizes = [_size(n) if n.target not in _VIEWS else 0 for n in self.values]
+        self.sizes = [_size(n) if n.target not in VIEWS else 0 for n in self.values]
         self.needs = [self._below(node) for node in self.values]
         self.users = [0] * len(self.values)
         for at, below in enumerate(self.needs):
@@ -89,7 +95,7 @@ class _Search:
             for at, node in enumerate(self.values)
             if node.target is ops.matmul
             or node.target in HEAVY
-            or node.target in _SUMS
+            or node.target in SUMS
             or node in results
         ]
         self.cones = {at: self._cone(at) for at in self.steps}
@@ -103,7 +109,7 @@ class _Search:
     def _look_through_views(self) -> None:
         """Users of a view use what it looks at."""
         for at in range(len(self.values) - 1, -1, -1):
-            if self.values[at].target in _VIEWS:
+            if self.values[at].target in VIEWS:
                 for other in range(at):
                     if self.needs[at] >> other & 1:
                         self.users[other] |= self.users[at]
@@ -118,7 +124,7 @@ class _Search:
             stack.extend(i for i in range(here) if self.needs[here] >> i & 1)
         return found
 
-    def run(self) -> list[fx.Node]:
+    def run(self) -> _Partial:
         beam = [_Partial(0, 0, (), 0)]
         for _ in self.steps:
             reached: dict[int, _Partial] = {}
@@ -129,7 +135,7 @@ class _Search:
                     if known is None or _cost(longer) < _cost(known):
                         reached[longer.done] = longer
             beam = sorted(reached.values(), key=_cost)[:BEAM]
-        return [self.values[at] for at in beam[0].order]
+        return beam[0]
 
     def _ready(self, partial: _Partial) -> Iterable[int]:
         taken = sum(1 << at for at in partial.order)
