@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from flexla_dist.comm import nodes_of_ids, nodes_of_size
 from flexla_dist.comm.links import host_name
 from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import MeshConfig, TrainConfig
-from flexla_dist.train.launch import LAUNCHERS, Ranks, start
+from flexla_dist.train.launch import LAUNCHERS, Ranks, detect_launcher, start
 from scaling_runs.baselines import Refused, Settings, Traffic, get_system
 from scaling_runs.machine import RESULTS
 from scaling_runs.model.calibrate import PhaseTimes, measure_links
@@ -59,6 +60,10 @@ SHOWN = (
     *("system", "variant", "mode", "placement", "direction", "P", "T", "B", "H"),
     *("median_ms", "p20_ms", "p80_ms", "received_bytes", "rel_err", "status"),
 )
+
+# Other people's code fails on all ranks alike, for example by refusing a version of Triton; it is
+# noted, and the run goes on.
+FOREIGN = ("fla_cp",)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -112,7 +117,10 @@ class Program:
         text = f"panels={grid.panels} blocks={grid.blocks} layers={grid.layers}"
         if grid.node_size is not None:
             text += f" node_size={grid.node_size}"
-        self.provenance = describe_run(options.launcher, self.nodes, text, options.commit)
+        launcher = options.launcher
+        if launcher == "auto":
+            launcher = detect_launcher(os.environ)
+        self.provenance = describe_run(launcher, self.nodes, text, options.commit)
         limit = timedelta(seconds=max(3600.0, grid.timeout))
         sizes = sorted({n for n in grid.ranks if n < ranks.world})
         self.groups: dict[int, Any] = {
@@ -211,6 +219,11 @@ class Program:
             found.status, found.values["note"] = "refused", str(why)
         except CheckFailed as why:
             found.status, found.values["note"] = "failed", str(why)
+        except Exception as why:
+            if point.system not in FOREIGN:
+                raise
+            text = " ".join(f"{type(why).__name__}: {why}".split())[:300]
+            found.status, found.values["note"] = "failed", text
         finally:
             gc.collect()
             if self.ranks.device.type == "cuda":

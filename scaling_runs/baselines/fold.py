@@ -24,8 +24,8 @@ def fold_sum(elements: Sequence[Element], zero: State) -> State:
 
 
 def fold_fused(elements: Sequence[Element], zero: State) -> State:
-    """Each element read once: elementwise decays become one weighted sum, a dense M one product
-    for each predecessor with its addition inside."""
+    """Each element read once, with one multiply-add of the state for each predecessor: elementwise
+    for decays, a matrix product with its addition inside for a dense M."""
     if not elements:
         return zero
     if elements[0].log_scaled:
@@ -67,15 +67,11 @@ def fold_nested(elements: Sequence[Element], zero: State) -> State:
 
 
 def _weighted(local: list[Tensor], decay: list[Tensor | None]) -> Tensor:
-    """sum_j (product of the decays after j) * local_j."""
-    stacked = torch.stack(local)
-    if decay[0] is None:
-        return stacked.sum(0)
-    weights = [torch.ones_like(decay[0])]
-    for later in reversed(decay[1:]):
-        assert later is not None
-        weights.append(weights[-1] * later)
-    return (torch.stack(weights[::-1]) * stacked).sum(0)
+    """S <- d_j S + local_j from the second predecessor on."""
+    state = local[0]
+    for own, d in zip(local[1:], decay[1:], strict=True):
+        state = own + state if d is None else torch.addcmul(own, d, state)
+    return state
 
 
 def _dense(local: list[Tensor], matrix: list[Tensor]) -> Tensor:

@@ -85,8 +85,10 @@ class Measurements:
     links: Sequence[Mapping[str, str]]
 
     def cluster(self, ranks: int) -> Cluster:
-        """The host, with links measured on as many ranks, or nearly."""
-        return from_calibration(self.host, self.cores, nearest_world(self.links, ranks))
+        """The host, with links measured on as many ranks as have a core each, or nearly."""
+        usable = [row for row in self.links if self.cores >= int(row["world"])]
+        rows = nearest_world(usable, min(ranks, self.cores))
+        return from_calibration(self.host, self.cores, rows)
 
     def table(self, ranks: int) -> KernelTable:
         """Kernel times of as many ranks beside each other as have a core each."""
