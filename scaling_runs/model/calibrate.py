@@ -104,12 +104,13 @@ class Links:
         return lambda: all_gather_flat(whole, own, self.group).wait()  # type: ignore[arg-type]
 
     def _all_to_all(self, size: int) -> Call:
-        """Each of the P - 1 steps moves `size` bytes of three tensors, packing included."""
+        """Each of the P - 1 steps moves `size` bytes of three tensors; with their packing, and the
+        copies by which an operator reads what comes in another order."""
         width = 16
         tokens = max(1, size // (3 * 4 * width))
         sharding = Sharding.of(None, (tokens,) * self.size)
         tensors = [torch.zeros(1, tokens, self.size, width, device=self.device) for _ in range(3)]
-        return lambda: exchange_heads(sharding, tensors)
+        return lambda: [x.contiguous() for x in exchange_heads(sharding, tensors)]
 
 
 def phase_calls(point: Point, device: torch.device) -> dict[str, Call]:

@@ -8,6 +8,7 @@ gives the same times.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -33,10 +34,12 @@ class Resource:
 
 @dataclass(frozen=True)
 class Use:
-    """Hold all of some resources, taken in their order, for some seconds."""
+    """Hold all of some resources, taken in their order, for some seconds; in turns of `turn`
+    seconds where others wait for them too."""
 
     resources: tuple[Resource, ...]
     seconds: float
+    turn: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,10 @@ class Simulation:
     def _take(self, use: Use, taken: int, then: Callable[[], None]) -> None:
         """Take the resources one after the other, hold them, give them back, go on."""
         if taken == len(use.resources):
-            self.at(self.now + use.seconds, lambda: self._give_back(use, then))
+            held = min(use.seconds, use.turn)
+            left = Use(use.resources, use.seconds - held, use.turn)
+            again = then if held == use.seconds else lambda: self._take(left, 0, then)
+            self.at(self.now + held, lambda: self._give_back(use, again))
             return
         resource = use.resources[taken]
 

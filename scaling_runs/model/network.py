@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from scaling_runs.model.clusters import Cluster
 from scaling_runs.model.events import Delay, Event, Meeting, Process, Resource, Simulation, Use
 
+CORE_TURN = 2e-3  # seconds that a process keeps a core for which others wait
+
 
 class Network:
     """Ports and cores of the ranks; messages by key."""
@@ -31,7 +33,7 @@ class Network:
         """Work of a rank, on its device or on a core of its node."""
         if self._cores is None:
             return Use((self._chips[rank],), seconds)
-        return Use((self._cores[rank // self.cluster.node_size],), seconds)
+        return Use((self._cores[rank // self.cluster.node_size],), seconds, CORE_TURN)
 
     def send(self, kind: str, source: int, target: int, size: float, key: Hashable) -> None:
         """Post a message; `arrival(key)` tells when it is there."""

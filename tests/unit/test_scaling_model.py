@@ -63,6 +63,19 @@ def test_a_resource_serves_in_order() -> None:
     assert log == [("a", 2.0), ("b", 3.0), ("c", 6.0)]
 
 
+def test_turns_are_taken() -> None:
+    simulation, core, log = Simulation(), Resource(1), []
+
+    def work(name: str, seconds: float):  # type: ignore[no-untyped-def]
+        yield Use((core,), seconds, 1.0)
+        log.append((name, simulation.now))
+
+    for name, seconds in (("long", 3.0), ("short", 1.5)):
+        simulation.spawn(work(name, seconds))
+    assert simulation.run() == 4.5
+    assert log == [("short", 3.5), ("long", 4.5)]
+
+
 def test_two_resources_are_held_together() -> None:
     simulation, left, right, log = Simulation(), Resource(), Resource(2), []
 
