@@ -195,6 +195,7 @@ def run_prediction(grid: Grid, options: argparse.Namespace) -> None:
     written = [store.put(row) for row in predicted_rows(grid, cluster, KernelTable(rows))]
     print(format_table(written, PREDICTED))
     print(f"\nmodelled, not measured. Comparison with measurements: {checked}")
+    print("- fused_chain and fused_hierarchical have no measured run behind them yet")
     for line in (*cluster.assumptions, *cluster.sources):
         print("-", line)
     print(path)

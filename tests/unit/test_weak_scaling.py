@@ -79,7 +79,11 @@ def test_configs_are_grids(path: Path) -> None:
 
 
 def test_sizes_of_a_grid() -> None:
-    assert {p.stem for p in CONFIGS} == {"cpu", "model_check", *(f"{n}_gpus" for n in (4, 8, 16, 32, 64, 128))}
+    assert {p.stem for p in CONFIGS} == {
+        "cpu",
+        "model_check",
+        *(f"{n}_gpus" for n in (4, 8, 16, 32, 64, 128)),
+    }
 
 
 def test_points_of_weak_and_strong_scaling() -> None:
