@@ -11,8 +11,9 @@ The plan `unfused`:
 
 The forward plan `fused` writes outputs from within the loop, so that no state goes through memory:
 
-    chunk kernels   values that the loop should not compute: domain operators, gates
+    chunk kernels   what the state needs and the loop should not compute: domain operators, gates
     summary         the state that a segment leaves behind; only where documents are cut
+    chunk kernels   what outputs need beside it: they run while ranks exchange states
     scan            outputs and exit states, one program a document, head and column tile
 
 In front of a serial loop gates are exponentiated too: vectors, or the tile that they scale. What a
@@ -219,17 +220,17 @@ class _Scheduler:
     ) -> None:
         """A scan that computes the results too; first what a serial loop should not compute."""
         early = self.wanted_before_loop([*carried.values(), *maps.values()], 1)
-        early += [x for x in self._slow_below(results.values(), 1) if x not in early]
-        early.sort(key=self.order.__getitem__)
-        heavy = [x for x in early if any(n.target in HEAVY for n in self.body_of([x])[0])]
-        self.add_chunks("before_scan", [x for x in early if x not in heavy])
-        self.add_chunks("before_scan", heavy)
+        extra = [x for x in self._slow_below(results.values(), 1) if x not in early]
+        heavy = [x for x in extra if any(n.target in HEAVY for n in self.body_of([x])[0])]
+        early += [x for x in extra if x not in heavy]
+        self.add_chunks("before_scan", sorted(early, key=self.order.__getitem__))
         if decays:
             body, loads = self.body_of(decays.values())
             self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
         if maps:
             self.kernels.append(self._loop("map", maps))
         self.kernels.append(replace(self._loop("summary", carried), history=False))
+        self.add_chunks("before_output", sorted(heavy, key=self.order.__getitem__))
         body, loads = self.body_of([*results.values(), *carried.values()])
         loads = [node for node in loads if node not in carried]
         scan = Kernel("scan", "scan", tuple(loads), tuple(body), results, carried, history=False)

@@ -7,6 +7,7 @@ it. `states` holds one entry a state: `local` [G, HV, ...] is S_hat, `decay` an 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,6 +20,13 @@ class StateMap:
     local: Tensor
     decay: Tensor | None = None
     matrix: Tensor | None = None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> StateMap:
+        """The same map, every tensor changed."""
+        decay = None if self.decay is None else change(self.decay)
+        return StateMap(
+            change(self.local), decay, None if self.matrix is None else change(self.matrix)
+        )
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,10 @@ class LaunchPlanner:
         direction: str,
         arguments: Arguments,
         shrink: int = 0,
+        pauses: bool = False,
     ):
         self.executor, self.problem, self.direction = executor, problem, direction
-        self.shrink = shrink
+        self.shrink, self.pauses = shrink, pauses
         self.forward = direction == "forward"
         self.schedule = executor.forward_schedule if self.forward else executor.backward_schedule
         self.gates = executor.gates(direction)
@@ -102,12 +103,14 @@ class LaunchPlanner:
         return frozenset(uneven)
 
     def _choose_segments(self) -> Segments | None:
-        """Segments of the scans; None where documents alone fill the device."""
+        """Segments of the scans; None where documents alone fill the device. A plan that pauses has
+        them always, whole documents if need be: they are what ranks exchange."""
         cutting = self.executor.cutting(self.problem)
+        layout = self.problem.layout
         if cutting is None:
-            return None
-        segments = cut(self.problem.layout, cutting.length(self.num_chunks))
-        return segments if segments.count > self.problem.num_sequences else None
+            return cut(layout, max(len(layout.chunks), 1)) if self.pauses else None
+        segments = cut(layout, cutting.length(self.num_chunks))
+        return segments if self.pauses or segments.count > self.problem.num_sequences else None
 
     # -- arguments ----------------------------------------------------------------------------
 

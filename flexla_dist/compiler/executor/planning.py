@@ -21,7 +21,7 @@ from flexla_dist.compiler.executor import fold_kernel as hand
 from flexla_dist.compiler.executor import triton_run as running
 from flexla_dist.compiler.executor.planned_launches import LaunchPlanner
 from flexla_dist.compiler.executor.rooms import Event, Room, place_of
-from flexla_dist.compiler.executor.triton_run import Plan
+from flexla_dist.compiler.executor.triton_run import Plan, Step
 from flexla_dist.shapes import UNIT_DIM
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 class Planner(LaunchPlanner):
     """Plans one direction."""
+
+    coming: list[Built]
+    locals: dict[str, Room] | None = None  # S_hat of the segments, between summary and fold
 
     # -- the plan -----------------------------------------------------------------------------
 
@@ -42,14 +45,16 @@ class Planner(LaunchPlanner):
         if self.num_chunks == 0:
             self._nothing_to_do()
         else:
-            for built in self.executor.built(self.direction, self.uneven):
-                self._add_kernel(built)
+            self.coming = list(self.executor.built(self.direction, self.uneven))
+            while self.coming:
+                self._add_kernel(self.coming.pop(0))
         self._add_results()
         for room in self.results.values():
             room.kept = True
         rooms, steps = self.rooms, self.rooms.steps()
         results = tuple(place_of(room).slot for room in self.results.values())
-        return Plan(rooms.slots, tuple(rooms.given), tuple(rooms.tables), steps, results)
+        given, tables = tuple(rooms.given), tuple(rooms.tables)
+        return Plan(rooms.slots, given, tables, steps, results, self.segments)
 
     def _add_kernel(self, built: Built) -> None:
         kind = built.kernel.kind
@@ -160,11 +165,10 @@ class Planner(LaunchPlanner):
                 self._take_exit(key, leave[key], kind)
 
     def _summarise(self, built: Built) -> None:
-        """States entering the segments, by a scan of its own."""
-        if self.segments is None:
-            return
-        keys = [node.meta["key"] for node in built.kernel.carried]
-        self.entering.states = self._fold_segments(built, "state", keys)
+        """What the segments leave behind, by a scan of its own."""
+        if self.segments is not None:
+            keys = [node.meta["key"] for node in built.kernel.carried]
+            self.locals = self._first_pass(built, "state", keys)
 
     def _segment_states(self, key: str) -> Room:
         assert self.segments is not None
@@ -172,18 +176,54 @@ class Planner(LaunchPlanner):
         return Room((self.segments.count, *like.shape[1:]), like.dtype)
 
     def _fold_segments(self, built: Built, kind: str, keys: list[str]) -> dict[str, Room]:
-        assert self.segments is not None
-        override: dict[str, Room] = {}
-        for key in keys:
-            local = self._segment_states(key)
-            override[f"enter_{key}_ptr"] = self.rooms.zeros(local.shape)
-            override[f"leave_{key}_ptr"] = local
-            override[f"{key}_ptr"] = local
-        self.launch(built, override, keep=False)
-        return {
-            key.removeprefix(f"{kind}_"): self._fold(key, kind, override[f"leave_{key}_ptr"])
-            for key in keys
+        """States entering the segments."""
+        if self.locals is None:
+            self.locals = self._first_pass(built, kind, keys)
+            if self._pauses_at(kind):
+                self._run_ahead(built)
+        if self._pauses_at(kind):
+            self._pause("entry", ())
+        found = {
+            key.removeprefix(f"{kind}_"): self._fold(key, kind, self.locals[key]) for key in keys
         }
+        self.locals = None
+        return found
+
+    def _first_pass(self, built: Built, kind: str, keys: list[str]) -> dict[str, Room]:
+        """S_hat (or G_hat) of the segments: the scan from zero."""
+        found = {key: self._segment_states(key) for key in keys}
+        override: dict[str, Room] = {}
+        for key, local in found.items():
+            override[f"enter_{key}_ptr"] = self.rooms.zeros(local.shape)
+            override[f"leave_{key}_ptr"] = override[f"{key}_ptr"] = local
+        self.launch(built, override, keep=False)
+        if self._pauses_at(kind):
+            names = self.executor.state_names
+            told = [found[f"{kind}_{name}"] for name in names]
+            told += [self.entering.maps[name] for name in self.executor.mapped_states]
+            self._pause("summary", tuple(told))
+        return found
+
+    def _pauses_at(self, kind: str) -> bool:
+        return self.pauses and kind == ("state" if self.forward else "grad_next")
+
+    def _pause(self, at: str, rooms: tuple[Room, ...]) -> None:
+        def make() -> Step:
+            return running.Pause(at, tuple(place_of(room) for room in rooms))
+
+        self.rooms.events.append(Event(rooms, make))
+
+    def _run_ahead(self, loop: Built) -> None:
+        """Kernels that need nothing of a loop, before the states that enter it are there."""
+        waiting = {*loop.kernel.carried, *loop.kernel.stores.values()}
+        later = []
+        for built in self.coming:
+            if built.kernel.kind == "chunk" and not waiting.intersection(built.kernel.loads):
+                self._add_kernel(built)
+            else:
+                waiting.update(built.kernel.stores.values())
+                later.append(built)
+        self.coming = later
 
     def _fold(self, key: str, kind: str, local: Room) -> Room:
         """States entering the segments; where M is elementwise also those leaving documents."""

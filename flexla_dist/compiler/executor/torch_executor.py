@@ -18,6 +18,7 @@ from torch import Tensor
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.gradients import GradientSums
 from flexla_dist.compiler.executor.layout import Slab, scatter
+from flexla_dist.compiler.executor.opened_torch import OpenedTorch
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved, States
 from flexla_dist.compiler.executor.slab_run import SlabRun
@@ -38,7 +39,9 @@ class TorchExecutor:
         self.spec = graphs.spec
         self._dense = frozenset(n for n, t in graphs.transitions.items() if t.has_matrix)
 
-    def forward(self, problem: Problem, entry: States) -> ForwardResult:
+    def forward(
+        self, problem: Problem, entry: States, opened: OpenedTorch | None = None
+    ) -> ForwardResult:
         """Outputs and exit states from the states that enter each document."""
         output = torch.empty(
             problem.output_shape(), dtype=problem.output_dtype, device=problem.device
@@ -67,6 +70,18 @@ class TorchExecutor:
         return tuple(
             Saved((rows, *outline.state_shape(name, lanes)), outline.compute_dtype)
             for name in outline.state_names
+        )
+
+    def open_forward(self, problem: Problem, entry: States) -> OpenedTorch:
+        """A forward call; `entry` gives shapes alone."""
+        return OpenedTorch(lambda sequence: self.summary(problem, sequence))
+
+    def open_backward(
+        self, problem: Problem, saved: States, entry: States, grad_output: Tensor
+    ) -> OpenedTorch:
+        """A backward call."""
+        return OpenedTorch(
+            lambda sequence: self.adjoint_summary(problem, saved, entry, grad_output, sequence)
         )
 
     def summary(self, problem: Problem, sequence: int) -> SpanMap:
@@ -101,6 +116,7 @@ class TorchExecutor:
         entry: States,
         grad_output: Tensor,
         grad_exit: States,
+        opened: OpenedTorch | None = None,
     ) -> Gradients:
         """Gradients of inputs, parameters and entry states; a log scale has none (zero)."""
         sums = GradientSums(problem)

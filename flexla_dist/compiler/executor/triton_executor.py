@@ -1,10 +1,11 @@
 """Runs the generated Triton kernels of a spec.
 
 Contract: kernels are emitted from the same rewritten graphs that the torch executor runs; none is
-written for a variant. The plan is `unfused`, its scans cut into segments where documents are few
-and long. Values between kernels and states are stored in the inputs' dtype, gates and vectors in
-float32; running states are float32 in registers. Sums over column tiles, head groups, batch and
-chunks have a fixed order: the same call gives the same bits.
+written for a variant. Plans are `fused` or `unfused` (see `schedule`), their scans cut into
+segments where documents are few and long; a call may stop where states cross ranks (`open_*`).
+Values between kernels and states are stored in the inputs' dtype, gates and vectors in float32;
+running states are float32 in registers. Sums over column tiles, head groups, batch and chunks have
+a fixed order: the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from flexla_dist.compiler.executor import fold_kernel
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.launch import interpreting
+from flexla_dist.compiler.executor.opened import OpenedTriton
 from flexla_dist.compiler.executor.planned_launches import Arguments, Configured
 from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
-from flexla_dist.compiler.executor.torch_executor import TorchExecutor
-from flexla_dist.compiler.executor.triton_run import Plan, run
+from flexla_dist.compiler.executor.triton_run import Plan, Run, run
 from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.compiler.schedule import (
     Kernel,
@@ -78,7 +79,6 @@ class TritonExecutor:
         self.mapped_states = tuple(  # those whose M is not the identity
             n for n in self.state_names if transitions[n].has_decay or transitions[n].has_matrix
         )
-        self._batched = TorchExecutor(graphs)
         self._shrink: dict[Any, int] = {}
         self._plans: dict[Any, Plan] = {}
         self.configured: dict[Any, Configured] = {}  # by the planner
@@ -140,18 +140,16 @@ class TritonExecutor:
 
     # -- phases -------------------------------------------------------------------------------
 
-    def forward(self, problem: Problem, entry: States) -> ForwardResult:
-        """Outputs and exit states from the states that enter each document."""
+    def forward(
+        self, problem: Problem, entry: States, opened: OpenedTriton | None = None
+    ) -> ForwardResult:
+        """Outputs and exit states from the states that enter each document.
 
-        arguments = Arguments(entry)
-
-        def once(shrink: int) -> ForwardResult:
-            plan, slots = self._run(problem, "forward", arguments, shrink)
-            found = [slots[slot] for slot in plan.results]
-            states = 1 + len(self.state_names)
-            return ForwardResult(found[0], tuple(found[1:states]), tuple(found[states:]))
-
-        return self._fitting(problem, "forward", once)
+        opened: the call as `open_forward` left it.
+        """
+        found = self._complete(problem, "forward", Arguments(entry), entry, opened)
+        states = 1 + len(self.state_names)
+        return ForwardResult(found[0], tuple(found[1:states]), tuple(found[states:]))
 
     def backward(
         self,
@@ -160,35 +158,92 @@ class TritonExecutor:
         entry: States,
         grad_output: Tensor,
         grad_exit: States,
+        opened: OpenedTriton | None = None,
     ) -> Gradients:
         """Gradients of inputs, parameters and entry states."""
         arguments = Arguments(entry, (grad_output,), grad_exit, saved)
+        found = self._complete(problem, "backward", arguments, grad_exit, opened)
+        states, inputs = len(self.state_names), len(problem.inputs)
+        named = zip(problem.inputs, found[states : states + inputs], strict=True)
+        rest = zip(problem.params, found[states + inputs :], strict=True)
+        return Gradients(dict(named), dict(rest), tuple(found[:states]))
 
-        def once(shrink: int) -> Gradients:
-            plan, slots = self._run(problem, "backward", arguments, shrink)
-            found = [slots[slot] for slot in plan.results]
-            states, inputs = len(self.state_names), len(problem.inputs)
-            named = zip(problem.inputs, found[states : states + inputs], strict=True)
-            rest = zip(problem.params, found[states + inputs :], strict=True)
-            return Gradients(dict(named), dict(rest), tuple(found[:states]))
+    def open_forward(self, problem: Problem, entry: States) -> OpenedTriton:
+        """A forward call up to what its segments do; `entry` gives shapes alone."""
+        return self._open(problem, "forward", Arguments(entry))
 
-        return self._fitting(problem, "backward", once)
+    def open_backward(
+        self, problem: Problem, saved: States, entry: States, grad_output: Tensor
+    ) -> OpenedTriton:
+        """A backward call up to what its segments do to the gradient of the state."""
+        return self._open(problem, "backward", Arguments(entry, (grad_output,), entry, saved))
 
-    def _run(
-        self, problem: Problem, direction: str, arguments: Arguments, shrink: int
-    ) -> tuple[Plan, list[Any]]:
-        """Run the plan of a call: made once for equal shapes, dtypes and documents."""
-        extra = arguments.tensors
-        kinds = [x.dtype for x in extra]
-        key = (problem.family, direction, shrink, self.plan, self.segment_chunks, *kinds)
+    def _open(self, problem: Problem, direction: str, arguments: Arguments) -> OpenedTriton:
+        transitions = self.graphs.transitions
+        kinds = [
+            "dense" if transitions[n].has_matrix
+            else "elementwise" if transitions[n].has_decay
+            else "identity"
+            for n in self.state_names
+        ]  # fmt: skip
+        adjoint = direction == "backward"
+        first = len(problem.inputs) + len(problem.params)
+        first += len(arguments.entry) + 1 if adjoint else 0
+        lanes = 1 if problem.layout.packed else problem.batch
+
+        def once(shrink: int) -> OpenedTriton:
+            plan = self._planned(problem, direction, arguments, shrink, pauses=True)
+            run = Run(plan, self._given(problem, arguments), problem.scalars, problem.device)
+            assert plan.segments is not None
+            return OpenedTriton(run, plan.segments, kinds, first, lanes, adjoint)
+
+        return self._fitting(problem, direction, once)
+
+    def _complete(
+        self,
+        problem: Problem,
+        direction: str,
+        arguments: Arguments,
+        entering: States,
+        opened: OpenedTriton | None,
+    ) -> list[Any]:
+        """The results of a call, in the planner's order."""
+
+        def once(shrink: int) -> list[Any]:
+            if opened is not None and not begun:
+                begun.append(True)
+                plan, slots = opened.run.plan, opened.finish(entering)
+            else:  # or once more, with smaller tiles
+                plan = self._planned(problem, direction, arguments, shrink, opened is not None)
+                given = self._given(problem, arguments)
+                slots = run(plan, given, problem.scalars, problem.device)
+            return [slots[slot] for slot in plan.results]
+
+        begun: list[bool] = []
+        return self._fitting(problem, direction, once)
+
+    @staticmethod
+    def _given(problem: Problem, arguments: Arguments) -> States:
+        return (*problem.inputs.values(), *problem.params.values(), *arguments.tensors)
+
+    def _planned(
+        self,
+        problem: Problem,
+        direction: str,
+        arguments: Arguments,
+        shrink: int,
+        pauses: bool = False,
+    ) -> Plan:
+        """The plan of a call: made once for equal shapes, dtypes and documents."""
+        kinds = [x.dtype for x in arguments.tensors]
+        key = (problem.family, direction, shrink, self.plan, self.segment_chunks, pauses, *kinds)
         plan = self._plans.get(key)
         if plan is None:
-            plan = Planner(self, problem, direction, arguments, shrink).plan()
+            plan = Planner(self, problem, direction, arguments, shrink, pauses).plan()
             if len(self._plans) >= MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)), None)
             self._plans[key] = plan
-        given = (*problem.inputs.values(), *problem.params.values(), *extra)
-        return plan, run(plan, given, problem.scalars, problem.device)
+        return plan
 
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
         """Shapes that hold what `forward` saves: states entering the segments, M of each."""
@@ -246,12 +301,11 @@ class TritonExecutor:
             return result
 
     def summary(self, problem: Problem, sequence: int) -> SpanMap:
-        """M and S_hat of one document, by batched operations on the device."""
-        return self._batched.summary(problem, sequence)
+        """M and S_hat of one document."""
+        return self.open_forward(problem, problem.zero_state()).summary(sequence)
 
     def adjoint_summary(
         self, problem: Problem, saved: States, entry: States, grad_output: Tensor, sequence: int
     ) -> SpanMap:
-        """M transposed and G_hat of one document, by batched operations on the device."""
-        starts = self._batched.forward(problem, entry).saved
-        return self._batched.adjoint_summary(problem, starts, entry, grad_output, sequence)
+        """M transposed and G_hat of one document."""
+        return self.open_backward(problem, saved, entry, grad_output).summary(sequence)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.direct import Direct, current_stream, direct, watched
+from flexla_dist.compiler.executor.segments import Segments
 from flexla_dist.compiler.executor.tables import Table, device_zeros, use_tables
 
 BLOCK_ITEM = 4  # bytes of a number of a block: float32, so that poisoned memory is seen
@@ -116,6 +117,18 @@ class Compute:
         frame.put(self.slot, self.function(*[frame.tensor(place) for place in self.sources]))
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Where a run may stop: at "summary" what the segments do is known, at "entry" the rest needs
+    the states (or gradients) that enter. `places` are S_hat, then M, of every state that has it."""
+
+    at: str
+    places: tuple[Place, ...] = ()
+
+    def __call__(self, frame: Frame) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class Launch:
     """One kernel: `numbers` are run-time numbers or names of scalars of the call.
@@ -165,7 +178,8 @@ class Plan:
     """Steps of one direction.
 
     `given` has for each argument the number of rows that count (None: all), arguments fill the
-    first slots. `results` are the slots of the results, in the planner's order.
+    first slots. `results` are the slots of the results, in the planner's order; `segments` those of
+    its scans.
     """
 
     size: int
@@ -173,6 +187,7 @@ class Plan:
     tables: tuple[tuple[int, Table], ...]
     steps: tuple[Step, ...]
     results: tuple[int, ...]
+    segments: Segments | None = None
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -184,26 +199,53 @@ def run(
     plan: Plan, arguments: Sequence[Tensor], scalars: Mapping[str, float], device: torch.device
 ) -> list[Any]:
     """The slots after all steps."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _run(plan, arguments, scalars, device)
-    return _run(plan, arguments, scalars, device)
+    run = Run(plan, arguments, scalars, device)
+    run.proceed()
+    return run.frame.slots
 
 
-def _run(
-    plan: Plan, arguments: Sequence[Tensor], scalars: Mapping[str, float], device: torch.device
-) -> list[Any]:
-    frame = Frame(plan.size, device, scalars)
-    frame.stream = current_stream(device)
-    frame.plain = watched()
-    for slot, (x, rows) in enumerate(zip(arguments, plan.given, strict=True)):
+class Run:
+    """A plan under way, which may stop at its pauses."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        arguments: Sequence[Tensor],
+        scalars: Mapping[str, float],
+        device: torch.device,
+    ):
+        self.plan, self.device, self.at = plan, device, 0
+        self.frame = frame = Frame(plan.size, device, scalars)
+        frame.stream = current_stream(device)
+        frame.plain = watched()
+        for slot, x in enumerate(arguments):
+            self.give(slot, x)
+        if plan.tables:
+            use_tables([table for _, table in plan.tables], device, frame.stream)
+            for slot, table in plan.tables:
+                frame.put(slot, table.values)
+
+    def give(self, slot: int, x: Tensor) -> None:
+        """Fill the slot of an argument."""
+        rows = self.plan.given[slot]
         if rows is not None and x.shape[0] != rows:
             x = x[:rows]
-        frame.put(slot, x if x.is_contiguous() else x.contiguous())
-    if plan.tables:
-        use_tables([table for _, table in plan.tables], device, frame.stream)
-        for slot, table in plan.tables:
-            frame.put(slot, table.values)
-    for step in plan.steps:
-        step(frame)
-    return frame.slots
+        self.frame.put(slot, x if x.is_contiguous() else x.contiguous())
+
+    def proceed(self, until: str = "") -> Pause | None:
+        """Run to the pause of that name, which is returned, or to the end."""
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self._proceed(until)
+        return self._proceed(until)
+
+    def _proceed(self, until: str) -> Pause | None:
+        frame, steps = self.frame, self.plan.steps
+        frame.stream = current_stream(self.device)
+        while self.at < len(steps):
+            step = steps[self.at]
+            self.at += 1
+            step(frame)
+            if until and type(step) is Pause and step.at == until:
+                return step
+        return None
