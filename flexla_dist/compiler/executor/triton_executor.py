@@ -175,7 +175,12 @@ class TritonExecutor:
     def open_backward(
         self, problem: Problem, saved: States, entry: States, grad_output: Tensor
     ) -> OpenedTriton:
-        """A backward call up to what its segments do to the gradient of the state."""
+        """A backward call up to what its segments do to the gradient of the state.
+
+        saved: of a forward call that was opened; of another one it is computed again.
+        """
+        if not saved:
+            saved = self.forward(problem, entry, self.open_forward(problem, entry)).saved
         return self._open(problem, "backward", Arguments(entry, (grad_output,), entry, saved))
 
     def _open(self, problem: Problem, direction: str, arguments: Arguments) -> OpenedTriton:
