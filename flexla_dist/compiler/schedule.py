@@ -64,7 +64,8 @@ class Kernel:
     body: tuple[fx.Node, ...]
     stores: dict[str, fx.Node]
     carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    row_dim: str | None = None  # a dim of the state that may be tiled too
+    row_dim: str | None = None  # a dim that may be tiled too
+    summed: bool = False  # one program adds up the tiles of row_dim
     history: bool = True
 
     @property
@@ -274,6 +275,11 @@ class _Scheduler:
         while pending or remaining:
             roots = [*pending, *remaining.values()]
             body, _ = self.body_of(roots)
+            scores = self._scores_apart(body)
+            if scores and scores != roots:
+                self._emit_chunk("scores", scores, {})
+                pending = [v for v in pending if v not in self.stored]
+                continue
             before = self._before_vector_sums(body)
             if before:
                 finished = {n: x for n, x in remaining.items() if x in before}
@@ -294,6 +300,18 @@ class _Scheduler:
             kept = self._still_read(crossing, [*pending, *remaining.values()])
             self._emit_chunk(name, kept, finished)
             pending = [v for v in pending if v not in self.stored]
+
+    def _scores_apart(self, body: list[fx.Node]) -> list[fx.Node]:
+        """Scores with vector decays made of arguments by arithmetic alone, where they are not all
+        that is computed: sums over their dim, of which a kernel of its own holds a tile at a time.
+        """
+        found = []
+        for node in body:
+            if node.target is ops.decay_scores:
+                cone, _ = self.body_of(x for x in node.args if isinstance(x, fx.Node))
+                if _summed_dim(cone, [node], self.spec.output_dims[-1]):
+                    found.append(node)
+        return found
 
     @staticmethod
     def _before_vector_sums(body: list[fx.Node]) -> list[fx.Node]:
@@ -345,8 +363,13 @@ class _Scheduler:
         stores = {buffer_name(node): node for node in values} | results
         count = sum(k.name.startswith(name) for k in self.kernels)
         unique = f"{name}_{count}" if count else name
-        row_dim = _free_chunk_dim(loads, body, stores.values(), self.spec.output_dims[-1])
+        column = self.spec.output_dims[-1]
+        row_dim = _free_chunk_dim(loads, body, stores.values(), column)
         kernel = Kernel(unique, "chunk", tuple(loads), tuple(body), stores, row_dim=row_dim)
+        cone = [node for node in body if node not in stores.values()]
+        summed = _summed_dim(cone, list(stores.values()), column)
+        if summed:
+            kernel = replace(kernel, row_dim=summed, summed=True)
         self.kernels.append(kernel)
         for node in values:
             self.stored[node] = None
@@ -450,6 +473,19 @@ def _free_row_dim(
     row = firsts.pop()
     summed = any(row in _contracted(node) for node in body)
     return None if summed or row == column else row
+
+
+def _summed_dim(cone: list[fx.Node], roots: list[fx.Node], column: str) -> str | None:
+    """The dim that scores with vector decays sum over, if nothing below them sums over it and they
+    are the only products."""
+    if not roots or any(node.target is not ops.decay_scores for node in roots):
+        return None
+    dims = {_contracted(node)[0] for node in roots}
+    if len(dims) != 1 or column in dims:
+        return None
+    dim = dims.pop()
+    plain = all(node.target is not ops.matmul and node.target not in HEAVY for node in cone)
+    return dim if plain and not any(dim in _contracted(node) for node in cone) else None
 
 
 def _free_chunk_dim(

@@ -10,13 +10,13 @@ numbers. Memory layout: inputs and outputs [B, T, heads, ...]; states and values
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from flexla_dist.compiler.emit import device
 from flexla_dist.compiler.emit.expressions import Expressions, value_name
-from flexla_dist.compiler.emit.tiles import Tile, along, index_name
+from flexla_dist.compiler.emit.tiles import Tile, along, index_name, shape_text
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.liveness import emission_order, held_values
@@ -140,8 +140,28 @@ class _Emitter:
                 self._loop_text()
             else:
                 self._chunk_position()
-                self._chunk_text()
+                if self.kernel.summed:
+                    self._summed_text()
+                else:
+                    self._chunk_text()
         return w.text()
+
+    def _summed_text(self) -> None:
+        """Results that add up over the tiles of a dim."""
+        w, dim = self.writer, self.kernel.row_dim
+        assert dim is not None
+        sums = {}
+        for name, node in self.kernel.stores.items():
+            shape = shape_text(node.meta["dims"])
+            sums[name] = w.assign(f"{value_name(node)}_sum", f"tl.zeros({shape}, dtype=tl.float32)")
+        with w.block("for row_tile in range(0, num_row_tiles):"):
+            w.line(f"{index_name(dim)} = row_tile * tile_{dim} + tl.arange(0, tile_{dim})")
+            for name, node in self.kernel.stores.items():
+                self._need(node)
+                w.line(f"{sums[name]} += {self.expressions.wide(node)}")
+        for name, node in self.kernel.stores.items():
+            self.expressions.tiles[node] = replace(self.expressions.tile(node), name=sums[name])
+            self._store_result(name, node)
 
     def _chunk_text(self) -> None:
         """Steps in the order of fewest live registers; results are stored as soon as they are
@@ -215,6 +235,7 @@ class _Emitter:
         w.line("unit = unit // num_tiles")
         if self.kernel.row_dim:
             self._constant("num_row_tiles")
+        if self.kernel.row_dim and not self.kernel.summed:
             w.line("row_tile = unit % num_row_tiles")
             w.line("unit = unit // num_row_tiles")
         self._constant("tile_C")
@@ -224,6 +245,8 @@ class _Emitter:
                 continue
             self._constant(f"size_{dim}")
             self._constant(f"tile_{dim}")
+            if dim == self.kernel.row_dim and self.kernel.summed:
+                continue  # in the loop over its tiles
             base = f"tile.to(tl.int32) * tile_{dim} + " if dim == self.column else ""
             if dim == self.kernel.row_dim:
                 base = f"row_tile.to(tl.int32) * tile_{dim} + "
@@ -483,7 +506,7 @@ class _Emitter:
             address = address.replace(f"{name}_ptr", f"{name}_ptr + {offset}", 1)
         value = self._shaped(node)
         first = [] if partial or tiled else ["tile == 0"]
-        if self.kernel.row_dim and self.kernel.row_dim not in dims:
+        if self.kernel.row_dim and not self.kernel.summed and self.kernel.row_dim not in dims:
             first.append("row_tile == 0")
         if not first:
             self._store(address, value, mask)

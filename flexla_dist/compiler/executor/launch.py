@@ -21,7 +21,12 @@ from flexla_dist.shapes import UNIT_DIM
 MIN_TILE = 16
 MAX_TILE = 256
 DEFAULT_PROCESSORS = 132
-_GATES = {ops.decay_matrix: (0, 1), ops.decay_scan: (0,), ops.decay_scan_reverse: (0,)}
+_GATES = {  # and the triangle whose inverse would make rounding larger
+    ops.decay_matrix: (0, 1),
+    ops.decay_scan: (0,),
+    ops.decay_scan_reverse: (0,),
+    ops.unit_tril_inverse: (0,),
+}
 _VECTOR_GATES = (2, 3)
 ROW_TILE = 64
 FUSED_TILE = 64
@@ -67,7 +72,8 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def feeds_gates(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Values that reach an exponential without passing a product: kept in float32."""
+    """Values that reach an exponential or a triangular inverse without passing a product: kept in
+    float32."""
     gates: set[fx.Node] = set()
     for node in reversed(nodes):
         if node.op != "call_function":
@@ -143,15 +149,20 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
 def row_tile(problem: Outline, kernel: Kernel) -> int:
     """Rows in one program of a kernel that may be cut into row tiles."""
     assert kernel.row_dim is not None
-    most = ROW_TILE if kernel.kind in LOOPS else CHUNK_ROW_TILE
+    most = ROW_TILE if kernel.kind in LOOPS or kernel.summed else CHUNK_ROW_TILE
     return min(power_of_two(problem.size(kernel.row_dim)), most)
 
 
-def row_tiles(problem: Outline, kernel: Kernel) -> int:
+def row_parts(problem: Outline, kernel: Kernel) -> int:
     """Number of row tiles of a kernel."""
     if kernel.row_dim is None:
         return 1
     return -(-problem.size(kernel.row_dim) // row_tile(problem, kernel))
+
+
+def row_tiles(problem: Outline, kernel: Kernel) -> int:
+    """Programs for the row tiles of a kernel: one where it adds them up."""
+    return 1 if kernel.summed else row_parts(problem, kernel)
 
 
 def column_tiles(

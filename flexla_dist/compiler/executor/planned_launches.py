@@ -258,7 +258,7 @@ class LaunchPlanner:
         packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
         return {
             "KEEP": keep,
-            "num_row_tiles": launching.row_tiles(self.problem, kernel),
+            "num_row_tiles": launching.row_parts(self.problem, kernel),
             "HV": problem.heads,
             "MODE": launching.dot_mode(problem.output_dtype),
             "PACKED": packed,

@@ -138,7 +138,7 @@ class _Noted:
             purpose=self._purpose(memory, keywords),
             reads=reads,
             writes=writes,
-            products=self._products(listing, self._runs(grid, memory), keywords, tiles),
+            products=self._products(listing, self._runs(grid, memory, keywords), keywords, tiles),
             grid=grid,
             tiles=tiles,
             warps=keywords["num_warps"],
@@ -215,7 +215,7 @@ class _Noted:
         """How often a tensor is asked for: by tiles of other dims, and by the heads of a group."""
         key = pointer.removesuffix("_ptr").removeprefix("enter_")
         node, times = self._load(key), 1
-        rows = getattr(self.kernel, "row_dim", None)
+        rows = None if self.kernel.summed else self.kernel.row_dim
         for dim, count in ((self.column, "num_tiles"), (rows, "num_row_tiles")):
             if node is not None and dim not in node.meta["dims"]:
                 times *= int(keywords.get(count, 1))
@@ -231,10 +231,13 @@ class _Noted:
                 return node
         return None
 
-    def _runs(self, grid: tuple[int, ...], memory: dict[str, Tensor]) -> int:
-        """Chunks that all programs compute together; a loop's program has those of its span."""
+    def _runs(
+        self, grid: tuple[int, ...], memory: dict[str, Tensor], keywords: dict[str, Any]
+    ) -> int:
+        """Chunks that all programs compute together; a loop's program has those of its span, one
+        that adds up tiles computes each of them."""
         if self.kernel.kind not in LOOPS:
-            return grid[0] * grid[1]
+            return grid[0] * grid[1] * (keywords["num_row_tiles"] if self.kernel.summed else 1)
         problem = self.owner.problem
         lanes = 1 if problem.layout.packed else problem.batch
         spans = next(x.shape[0] for name, x in memory.items() if name.startswith("enter_"))
