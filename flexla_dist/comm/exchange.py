@@ -67,7 +67,7 @@ class StateExchanger:
         self._layout = _in_words(self._nodes, strategy)
         self._watch = Watch(self.ranks, timeout)
         self._channel = Channel(self.ranks, self._watch)
-        self._surveys: dict[tuple[str, tuple[int, ...] | None], Survey] = {}
+        self._surveys: dict[tuple[str, tuple[int, ...] | None, str | None], Survey] = {}
 
     def using(self, strategy: str, *, node_size: int | None = None) -> StateExchanger:
         """The same exchanger, order of operations included, with another strategy for its scans."""
@@ -153,6 +153,11 @@ class StateExchanger:
         self._watch.begin(f"gather_integers({name}, {len(values)} values)", hint)
         return agreement.gather_integers(self._channel, f"gather_integers({name})", values)
 
+    def gather_texts(self, name: str, text: str) -> list[str]:
+        """The text of every rank, in rank order."""
+        self._watch.begin(f"gather_texts({name})")
+        return agreement.gather_texts(self._channel, f"gather_texts({name})", text)
+
     def all_reduce_max(self, name: str, values: Sequence[int]) -> list[int]:
         """Entry by entry the largest value of all ranks."""
         return [max(column) for column in zip(*self.gather_integers(name, values), strict=True)]
@@ -215,10 +220,24 @@ class StateExchanger:
         self._watch.begin(f"survey of the group for {device.type}{' again' * fresh}")
         return self._survey(device, measure, fresh)
 
-    def _survey(self, device: torch.device, measure: bool = True, fresh: bool = False) -> Survey:
-        key = (device.type, self._nodes)
+    def heap_survey(self, device: torch.device, heap: str) -> Survey:
+        """What the device engine goes by, over a symmetric heap of this name; collective at its
+        first call. Nothing is timed: links and rates are kept ones, else assumed."""
+        key = (device.type, self._nodes, heap)
+        if key not in self._surveys:
+            self._watch.begin(f"survey of the group for kernels over {heap}")
+        return self._survey(device, measure=False, heap=heap)
+
+    def _survey(
+        self,
+        device: torch.device,
+        measure: bool = True,
+        fresh: bool = False,
+        heap: str | None = None,
+    ) -> Survey:
+        key = (device.type, self._nodes, heap)
         if key not in self._surveys or fresh:
-            carrier = self.ranks.carrier_for(device)
+            carrier = heap or self.ranks.carrier_for(device)
             self._surveys[key] = survey_group(
                 self.rank,
                 partial(agreement.gather_texts, self._channel),
@@ -246,6 +265,7 @@ class StateExchanger:
         if not any(crossing):
             return zero_state(element, template)
         strategy = STRATEGIES[self.resolve(element, template)]
+        agreement.open_messages(self._channel, template[0].device)
         line = Line.around(self.rank, crossing, reverse)
         nodes = self._node_numbers() if strategy.name == "hierarchical" else ()
         if len(line.ranks) == 1 and not strategy.collective:

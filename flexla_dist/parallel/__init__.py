@@ -13,6 +13,7 @@ from __future__ import annotations
 from flexla_dist.parallel.adapters import LayerAdapter, register_adapter
 from flexla_dist.parallel.context import SequenceContext, position_ids, sequence_context
 from flexla_dist.parallel.documents import LocalDocuments, local_cu_seqlens, shard_lengths
+from flexla_dist.parallel.engine import ExchangePlan
 from flexla_dist.parallel.loss import (
     global_token_count,
     mean_loss,
@@ -21,12 +22,19 @@ from flexla_dist.parallel.loss import (
 )
 from flexla_dist.parallel.parallelize import parallelize_sequence
 from flexla_dist.parallel.plan import SequencePlan
+from flexla_dist.parallel.runtime import check_exchanges, use_heap
 from flexla_dist.parallel.shard import shard_sequence, unshard_sequence
 from flexla_dist.parallel.sharded_op import SequenceParallelOp
 from flexla_dist.parallel.site import SequenceExchange
-from flexla_dist.parallel.wrap import SequenceParallelLA, is_sequence_parallel, unwrap
+from flexla_dist.parallel.wrap import (
+    SequenceParallelLA,
+    exchange_plan,
+    is_sequence_parallel,
+    unwrap,
+)
 
 __all__ = [
+    "ExchangePlan",
     "LayerAdapter",
     "LocalDocuments",
     "SequenceContext",
@@ -34,6 +42,8 @@ __all__ = [
     "SequenceParallelLA",
     "SequenceParallelOp",
     "SequencePlan",
+    "check_exchanges",
+    "exchange_plan",
     "global_token_count",
     "is_sequence_parallel",
     "local_cu_seqlens",
@@ -48,4 +58,5 @@ __all__ = [
     "shift_labels",
     "unshard_sequence",
     "unwrap",
+    "use_heap",
 ]

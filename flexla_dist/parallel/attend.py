@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from flexla_dist.comm.engines import Arriving
 from flexla_dist.errors import DoubleBackwardError
 from flexla_dist.ops.op import Plan
 from flexla_dist.parallel.local_call import LocalCall, LocalForward, States
@@ -37,13 +38,18 @@ class ShardedAttend(torch.autograd.Function):
             problem = call.bind(inputs, params)
             blank, batch = call.blank_states(problem), problem.batch
             call.check_initial(initial, blank, batch)
-            entry = call.entry(blank, _entering(call, problem, params, initial), initial)
+            opened = call.executor.open_forward(problem, blank) if call.touches_cuts else None
+            arriving = _entering(call, problem, params, initial, blank, opened)
+            if opened is not None:
+                opened.proceed()
+            entry = call.entry(blank, arriving.take() if call.plan.receives else (), initial)
             if call.plan.tokens:
-                result = call.executor.forward(problem, entry)
+                result = call.executor.forward(problem, entry, opened=opened)
                 output, exits, kept = result.output, result.exit, result.saved
             else:
                 output, exits, kept = _no_output(call, problem), entry, ()
             finals = call.final_states(exits, batch)
+            arriving.join()
         layout = problem.layout
         call.op.last_plan = Plan(
             call.executor.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
@@ -70,6 +76,8 @@ class ShardedAttend(torch.autograd.Function):
             inputs, params, rest = call.split(saved)
             ran = LocalForward(rest[: ctx.states], rest[ctx.states :])
             grads = _backward(ctx, call, inputs, params, ran, grad_output, grad_finals)
+            if call.carrier is not None:
+                call.carrier.check_after_backward()
         call.record.open_nodes -= 1
         return (None, None, *grads)
 
@@ -84,19 +92,26 @@ def _guard(call: LocalCall, what: str) -> AbstractContextManager[None]:
 
 
 def _entering(
-    call: LocalCall, problem: Any, params: Mapping[str, Tensor], initial: States
-) -> States:
-    """The state that enters the first local document: exchanged, or from the record."""
-    if call.exchanger is None or not call.plan.communicates:
-        return ()
+    call: LocalCall,
+    problem: Any,
+    params: Mapping[str, Tensor],
+    initial: States,
+    blank: States,
+    opened: Any,
+) -> Arriving:
+    """The state that enters the first local document: on its way, or from the record."""
+    if call.carrier is None:
+        return Arriving(())
     if call.replay:
-        return call.record.states[call.index]
-    template = tuple(t[call.rows.first] for t in problem.zero_state())
+        return Arriving(call.record.states[call.index])
+    template = tuple(t[call.rows.first] for t in blank)
     with _disable_current_modes():
-        element = call.leaving(problem, params, initial)
-        state = call.exchanger.prefix(element, call.plan.crossing, call.tag, template)
-    call.record.states[call.index] = state
-    return state
+        leaving = call.leaving(problem, params, initial, opened)
+        arriving = call.carrier.begin(
+            leaving, call.plan.crossing, call.tag, template, reverse=False
+        )
+    call.record.states[call.index] = arriving.state
+    return arriving
 
 
 def _no_output(call: LocalCall, problem: Any) -> Tensor:
@@ -120,23 +135,48 @@ def _backward(
         grad_finals = call.sum_over_ranks(grad_finals, tag)
     problem = call.bind(inputs, params)
     grad_exit = call.grad_exit(ran.entry, grad_finals)
-    if call.exchanger is not None and call.plan.communicates:
-        element = call.returning(problem, params, ran, grad_output, grad_exit)
-        template = tuple(torch.zeros_like(s.local) for s in element.states)
-        entering = call.exchanger.suffix(element, call.plan.crossing, tag, template)
-        if call.plan.sends:
-            for grad, received in zip(grad_exit, entering, strict=False):
-                grad[call.rows.last] = received
     wanted = ctx.needs_input_grad[2:]
-    if not any(wanted):
-        return [None] * len(wanted)
-    if call.plan.tokens == 0:
-        zeros = [torch.zeros_like(t) for t in (*inputs.values(), *params.values())]
-        return [*zeros, *_initial_gradients(ctx, call, grad_exit)]
-    grads = call.executor.backward(problem, ran.saved, ran.entry, grad_output, grad_exit)
-    named = [grads.inputs[name] for name in inputs] + [grads.params[name] for name in params]
-    found = [*named, *_initial_gradients(ctx, call, grads.entry)]
-    return [g if w else None for g, w in zip(found, wanted, strict=True)]
+    opened = None
+    if call.touches_cuts and (any(wanted) or call.plan.receives):
+        opened = call.executor.open_backward(problem, ran.saved, ran.entry, grad_output)
+    arriving = Arriving(())
+    if call.carrier is not None:
+        returning = call.returning(problem, params, grad_exit, opened)
+        template = tuple(t[call.rows.first] for t in grad_exit[: len(call.op.spec.state_dims)])
+        arriving = call.carrier.begin(returning, call.plan.crossing, tag, template, reverse=True)
+    grads: list[Tensor | None] = [None] * len(wanted)
+    if any(wanted) and opened is not None:
+        opened.proceed()
+    if call.carrier is not None and call.plan.sends:
+        for grad, received in zip(grad_exit, arriving.take(), strict=False):
+            grad[call.rows.last] = received
+    if any(wanted):
+        if call.plan.tokens:
+            found = _gradients(ctx, call, problem, ran, grad_output, grad_exit, opened)
+        else:
+            zeros = [torch.zeros_like(t) for t in (*inputs.values(), *params.values())]
+            found = [*zeros, *_initial_gradients(ctx, call, grad_exit)]
+        grads = [g if w else None for g, w in zip(found, wanted, strict=True)]
+    arriving.join()
+    return grads
+
+
+def _gradients(
+    ctx: Any,
+    call: LocalCall,
+    problem: Any,
+    ran: LocalForward,
+    grad_output: Tensor,
+    grad_exit: States,
+    opened: Any,
+) -> list[Tensor | None]:
+    """All gradients, once the gradient of the state that leaves this shard is known."""
+    grads = call.executor.backward(
+        problem, ran.saved, ran.entry, grad_output, grad_exit, opened=opened
+    )
+    named = [grads.inputs[name] for name in call.input_names]
+    named += [grads.params[name] for name in call.param_names]
+    return [*named, *_initial_gradients(ctx, call, grads.entry)]
 
 
 def _initial_gradients(ctx: Any, call: LocalCall, grad_entry: States) -> list[Tensor | None]:

@@ -126,7 +126,8 @@ def sequence_context(
         step, micro_batch: numbers that messages carry and errors name; micro_batch counts the
             contexts by default.
     Raises ShardingError for lengths and cu_seqlens that do not fit, RankMismatch on every rank when
-    ranks disagree, RemoteRankError when another rank raised.
+    ranks disagree, RemoteRankError when another rank raised; at its end ExchangeTimeout if an
+    exchange by kernels failed in a call without gradients.
     """
     group = sequence_group(mesh)
     runtime = runtime_of(group)
@@ -150,6 +151,7 @@ def sequence_context(
         yield context
     finally:
         _CONTEXTS.reset(token)
+    runtime.check_without_backward()
 
 
 def position_ids(

@@ -8,16 +8,18 @@ its element is the identity, in the structure that the operator's other shards h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flexla_dist.comm.element import Element, StateElement, apply, identity_like
+from flexla_dist.comm.element import Element, StateElement, identity_like
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ArgumentError
+from flexla_dist.parallel.engine import Carrier
+from flexla_dist.parallel.outgoing import Outgoing, as_element
 from flexla_dist.parallel.plan import SequencePlan
 from flexla_dist.parallel.recompute import CallRecord
 from flexla_dist.parallel.rows import Rows
@@ -40,9 +42,9 @@ class LocalCall:
     """Everything of a call that is no tensor; captured by the autograd node.
 
     op, executor: the compiled operator and the executor to use. exchanger: of the group, None with
-    one rank. tag: place of the call. record, index: where received states are kept. replay: reuse
-    them instead of communicating. finals: who gets final states. blanks: elements of no tokens by
-    signature, kept by the caller.
+    one rank. carrier: moves the states, None where none crosses a cut. tag: place of the call.
+    record, index: where received states are kept. replay: reuse them instead of communicating.
+    finals: who gets final states. blanks: elements of no tokens by signature, kept by the caller.
     """
 
     op: Any
@@ -52,6 +54,7 @@ class LocalCall:
     scalars: Mapping[str, float]
     plan: SequencePlan
     exchanger: StateExchanger | None
+    carrier: Carrier | None
     tag: Tag
     record: CallRecord
     index: int
@@ -81,11 +84,12 @@ class LocalCall:
                     "as its dim 1, the length of this rank's shard"
                 )
         if self.plan.tokens == 0:
-            return self._bind_blank(inputs, params)
+            return self.bind_blank(inputs, params)
         starts = self.plan.cu_seqlens if self.plan.documents.count > 1 else None
         return self.op.bind(inputs, params, self.scalars, cu_seqlens=starts)
 
-    def _bind_blank(self, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Any:
+    def bind_blank(self, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> Any:
+        """The problem of one blank token, with the operator's sizes."""
         blank = {name: x.new_zeros(x.shape[0], 1, *x.shape[2:]) for name, x in inputs.items()}
         return self.op.bind(blank, params, self.scalars, cu_seqlens=None)
 
@@ -102,6 +106,12 @@ class LocalCall:
         rows = max(self.plan.documents.count, 1)
         return tuple(t.expand(rows, *t.shape[1:]).contiguous() for t in zero)
 
+    @property
+    def touches_cuts(self) -> bool:
+        """Whether a state crosses a border of this shard, and the shard has a say in it."""
+        crosses = self.plan.sends or self.plan.receives
+        return self.carrier is not None and crosses and self.plan.tokens > 0
+
     # -- elements -----------------------------------------------------------------------------
 
     def blank(self, problem: Any, params: Mapping[str, Tensor], adjoint: bool) -> Element:
@@ -111,7 +121,7 @@ class LocalCall:
         key = (self.op, self.executor, adjoint, shapes)
         found = self.blanks.get(key)
         if found is None:
-            small = self._bind_blank(inputs, params)
+            small = self.bind_blank(inputs, params)
             if adjoint:
                 zero = small.zero_state()
                 ran = self.executor.forward(small, zero)
@@ -122,41 +132,31 @@ class LocalCall:
             found = self.blanks[key] = _compact(identity_like(as_element(like)))
         return found
 
-    def leaving(self, problem: Any, params: Mapping[str, Tensor], initial: States) -> Element:
-        """The element of the last local document, which leaves this shard."""
+    def leaving(
+        self, problem: Any, params: Mapping[str, Tensor], initial: States, opened: Any
+    ) -> Outgoing:
+        """What the last local document, which leaves this shard, does to the state."""
         if not self.plan.sends or self.plan.tokens == 0:
-            return self.blank(problem, params, adjoint=False)
-        element = as_element(self.executor.summary(problem, self.sequence(-1)))
+            return Outgoing(self.blank(problem, params, adjoint=False))
         documents = self.plan.documents
-        if documents.count - 1 not in documents.starting:
-            return element
-        if not initial:
-            return replace(element, reset=True)
-        dtype = element.states[0].local.dtype
-        return started(element, tuple(t[self.rows.last_whole].to(dtype) for t in initial))
+        reset = documents.count - 1 in documents.starting
+        start: States = ()
+        if reset and initial:
+            start = tuple(t[self.rows.last_whole].to(problem.compute_dtype) for t in initial)
+        return Outgoing(None, opened, self.sequence(-1), reset, start)
 
     def returning(
-        self,
-        problem: Any,
-        params: Mapping[str, Tensor],
-        ran: LocalForward,
-        grad_output: Tensor,
-        grad_exit: States,
-    ) -> Element:
-        """The adjoint element of the first local document, whose gradient leaves at its start."""
+        self, problem: Any, params: Mapping[str, Tensor], grad_exit: States, opened: Any
+    ) -> Outgoing:
+        """What the first local document does to the gradient, which leaves at its start."""
         if not self.plan.receives or self.plan.tokens == 0:
-            return self.blank(problem, params, adjoint=True)
-        element = as_element(
-            self.executor.adjoint_summary(
-                problem, ran.saved, ran.entry, grad_output, self.sequence(0)
-            )
-        )
-        if 0 not in self.plan.documents.ending:
-            return element
-        if self.finals == "none":
-            return replace(element, reset=True)
-        states = grad_exit[: len(element.states)]
-        return started(element, tuple(t[self.rows.first] for t in states))
+            return Outgoing(self.blank(problem, params, adjoint=True), adjoint=True)
+        reset = 0 in self.plan.documents.ending
+        start: States = ()
+        if reset and self.finals != "none":
+            states = grad_exit[: len(self.op.spec.state_dims)]
+            start = tuple(t[self.rows.first] for t in states)
+        return Outgoing(None, opened, self.sequence(0), reset, start, adjoint=True)
 
     # -- states -------------------------------------------------------------------------------
 
@@ -219,23 +219,6 @@ class LocalCall:
         if self.exchanger is None:
             return tensors
         return tuple(self.exchanger.all_reduce_sum(t, tag) for t in tensors)
-
-
-def as_element(span: Any) -> Element:
-    """What an executor says about a span, as the communication layer's element."""
-    states = tuple(StateElement(s.local, s.decay, s.matrix) for s in span.states)
-    return Element(states, False, span.log_decay, span.log_weight)
-
-
-def started(element: Element, state: States) -> Element:
-    """The element of a span that starts from `state` and ignores what enters."""
-    after = apply(replace(element, reset=False), state)
-    states = tuple(
-        StateElement(local, s.decay, s.matrix)
-        for s, local in zip(element.states, after, strict=False)
-    )
-    weight = after[-1] if element.log_scaled else None
-    return Element(states, True, element.log_decay, weight)
 
 
 def _compact(element: Element) -> Element:

@@ -50,6 +50,7 @@ def parallelize_sequence(
     node_size: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     trusted: Iterable[str] = (),
+    backend: str = "auto",
 ) -> Model:
     """Wrap every supported layer of a model with `SequenceParallelLA`; returns the same model.
 
@@ -92,6 +93,7 @@ def parallelize_sequence(
             node_size=node_size,
             timeout=timeout,
             name=f"{path or 'model'} ({type(module).__name__})",
+            backend=backend,
         )
     return model
 

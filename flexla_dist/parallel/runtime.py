@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from flexla_dist.comm.engines import DeviceEngine, EngineRefused, open_engine
 from flexla_dist.comm.exchange import StateExchanger
+from flexla_dist.comm.heaps import SymmetricHeap
 from flexla_dist.comm.tag import outside_context
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.documents import Offsets
+from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.plan import SequencePlan, make_plan
 
 DEFAULT_TIMEOUT = 60.0
@@ -40,6 +43,8 @@ class GroupRuntime:
         self._plans: dict[int, SequencePlan] = {}
         self._layers = 0
         self._contexts = 0
+        self._heap: SymmetricHeap | None = None
+        self._engine: DeviceEngine | EngineRefused | None = None
 
     def exchanger(self, strategy: str = "auto", node_size: int | None = None) -> StateExchanger:
         """The group's exchanger, set to a strategy; all of them share one order of operations."""
@@ -59,6 +64,44 @@ class GroupRuntime:
         self.timeout = timeout
         for exchanger in self._exchangers.values():
             exchanger.set_timeout(timeout)
+        if isinstance(self._engine, DeviceEngine):
+            self._engine.set_timeout(timeout)
+
+    def device_engine(self, device: torch.device) -> DeviceEngine | EngineRefused:
+        """The group's device engine, or why there is none; collective at its first call.
+
+        A group has one, for the device of its first exchange.
+        """
+        if self._engine is None:
+            try:
+                self._engine = open_engine(self.exchanger(), device, self.timeout, self._heap)
+            except EngineRefused as refused:
+                self._engine = refused
+        return self._engine
+
+    def use_heap(self, heap: SymmetricHeap) -> None:
+        """Let the device engine work on this heap; before the first exchange."""
+        if self._engine is not None:
+            raise ShardingError(
+                "use_heap came after the group's first exchange by kernels; call it right after "
+                "the group is made, on all ranks"
+            )
+        if (heap.rank, heap.size) != (self.rank, self.size):
+            raise ShardingError(
+                f"use_heap got a heap of rank {heap.rank} of {heap.size}, expected rank "
+                f"{self.rank} of {self.size}: make the heap for this group"
+            )
+        self._heap = heap
+
+    def check(self, *, always: bool = False) -> None:
+        """Raise on every rank what went wrong in exchanges by kernels; see `DeviceEngine.check`."""
+        if isinstance(self._engine, DeviceEngine):
+            self._engine.check(always=always)
+
+    def check_without_backward(self) -> None:
+        """The same where no gradient was wanted, so that no backward pass will check."""
+        if isinstance(self._engine, DeviceEngine) and self._engine.no_backward:
+            self._engine.check()
 
     def guard(self, what: str) -> AbstractContextManager[None]:
         """Context in which an error is told to the other ranks of the group."""
@@ -116,6 +159,28 @@ class GroupRuntime:
             values = (str(plan.lengths), documents, step, micro_batch, str(torch.is_grad_enabled()))
             self.exchanger().agree("sequence_context", values, fields)
         return plan
+
+
+def use_heap(mesh: MeshOrGroup, heap: SymmetricHeap) -> None:
+    """Exchange states by kernels over this symmetric heap instead of one that is made.
+
+    mesh: the mesh dim over which sequences are cut, or its group. heap: of the same ranks, such as
+    `make_heap(group, device, "nvshmem")`. All ranks call it before their first sharded layer.
+    Raises ShardingError for a heap of other ranks, or too late.
+    """
+    runtime_of(sequence_group(mesh)).use_heap(heap)
+
+
+def check_exchanges(mesh: MeshOrGroup) -> None:
+    """Raise, on every rank, what went wrong in exchanges by kernels; all ranks call it.
+
+    Backward and `sequence_context` do so by themselves. It is for what they cannot see: replays of
+    CUDA graphs, and results of a forward pass that has no backward yet.
+
+    mesh: the mesh dim over which sequences are cut, or its group. Raises ExchangeTimeout, after
+    which the next step starts anew, TagMismatch, RemoteRankError.
+    """
+    runtime_of(sequence_group(mesh)).check(always=True)
 
 
 _RUNTIMES: WeakKeyDictionary[ProcessGroup, GroupRuntime] = WeakKeyDictionary()

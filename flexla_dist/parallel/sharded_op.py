@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 
 from flexla_dist.errors import ArgumentTypeError
 from flexla_dist.parallel.eager import eager
+from flexla_dist.parallel.engine import ExchangePlan
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
 from flexla_dist.parallel.site import Site, State
@@ -28,7 +29,8 @@ class SequenceParallelOp:
 
     op: a `LinearAttentionOp`. mesh, group: exactly one, the ranks over which the sequence is cut.
     strategy: "auto", "chain", "log_scan", "hierarchical" or "all_gather". node_size: consecutive
-    ranks that share a node. timeout: seconds that a rank waits for another at most.
+    ranks that share a node. timeout: seconds that a rank waits for another at most. backend:
+    "auto", "host" or "device", see `SequenceParallelLA`.
     """
 
     def __init__(
@@ -40,10 +42,17 @@ class SequenceParallelOp:
         strategy: str = "auto",
         node_size: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        backend: str = "auto",
     ) -> None:
         self.op = op
         chosen = sequence_group(mesh, group)
-        self._site = Site(chosen, f"operator {op.spec.name}", strategy, node_size, timeout)
+        name = f"operator {op.spec.name}"
+        self._site = Site(chosen, name, strategy, node_size, timeout, backend)
+
+    @property
+    def last_plan(self) -> ExchangePlan | None:
+        """How the last call's states crossed the ranks; None before one did."""
+        return self._site.last_plan
 
     @eager
     def __call__(

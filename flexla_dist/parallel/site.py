@@ -21,7 +21,8 @@ from flexla_dist.comm.strategies import check_strategy
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.attend import ShardedAttend
-from flexla_dist.parallel.context import current_plan, plan_for
+from flexla_dist.parallel.context import current_context, current_plan, plan_for
+from flexla_dist.parallel.engine import Carrier, ExchangePlan, check_backend, choose_carrier
 from flexla_dist.parallel.halo import HaloCall, ShardedHalo
 from flexla_dist.parallel.local_call import Blanks, Finals, LocalCall
 from flexla_dist.parallel.recompute import CallRecord, CallRecords, recomputing, refuse_reentrant
@@ -32,7 +33,8 @@ State = Tensor | tuple[Tensor, ...]
 
 
 class Site:
-    """See the module's text. name: for messages. strategy, node_size: of the state exchange."""
+    """See the module's text. name: for messages. strategy, node_size, backend: of the state
+    exchange. last_plan: how the last call's states crossed the ranks, None before it."""
 
     def __init__(
         self,
@@ -41,29 +43,48 @@ class Site:
         strategy: str = "auto",
         node_size: int | None = None,
         timeout: float | None = None,
+        backend: str = "auto",
     ) -> None:
         check_strategy(strategy)
+        check_backend(backend)
         if node_size is not None:
             nodes_of_size(1, node_size)
         self.group = group
         self.name = name
         self.strategy = strategy
         self.node_size = node_size
+        self.backend = backend
+        self.last_plan: ExchangePlan | None = None
         self.runtime: GroupRuntime = runtime_of(group, timeout)
         self.records = CallRecords(name)
         self._layer: int | None = None
         self._calls = 0
         self.blanks: Blanks = {}
         self._agreed: dict[tuple, bool] = {}
+        self._carriers: dict[tuple, Carrier] = {}
 
     def copy(self) -> Site:
         """A site of the same group for a copy of the layer; it has calls and records of its own."""
-        return Site(self.group, self.name, self.strategy, self.node_size)
+        return Site(self.group, self.name, self.strategy, self.node_size, backend=self.backend)
 
     @property
     def exchanger(self) -> StateExchanger:
         """The group's exchanger with this site's strategy."""
         return self.runtime.exchanger(self.strategy, self.node_size)
+
+    def carrier(
+        self, call: LocalCall, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor]
+    ) -> Carrier:
+        """What moves the states of such calls; chosen together by all ranks at the first one."""
+        first = next(iter((*inputs.values(), *params.values())))
+        dtypes = tuple(t.dtype for t in (*inputs.values(), *params.values()))
+        key = (call.op, first.device, dtypes)
+        found = self._carriers.get(key)
+        if found is None:
+            problem = call.bind_blank(inputs, params)
+            found = choose_carrier(self.runtime, self.exchanger, self.backend, call.op, problem)
+            self._carriers[key] = found
+        return found
 
     def guard(self) -> AbstractContextManager[None]:
         """Tells the other ranks of an error in this call; not of the exceptions by which
@@ -213,7 +234,12 @@ class SequenceExchange:
         index = self._next()
         if not self._replay:
             signature = _signature(op, engine, inputs, params, scalars, initial, finals)
-            signature |= {"strategy": site.strategy, "node_size": site.node_size}
+            signature |= {
+                "strategy": site.strategy,
+                "node_size": site.node_size,
+                "backend": site.backend,
+                "device": tensors[0].device.type,
+            }
             local = any(t.requires_grad for t in tensors)
             record.wanted.append(site.gradient_wanted(index, signature, local))
         call = LocalCall(
@@ -224,6 +250,7 @@ class SequenceExchange:
             scalars=dict(scalars),
             plan=record.plan,
             exchanger=site.exchanger if site.runtime.size > 1 else None,
+            carrier=None,
             tag=site.tag(record, index),
             record=record,
             index=index,
@@ -232,10 +259,25 @@ class SequenceExchange:
             blanks=site.blanks,
         )
         anchor = _anchor(tensors[0], record.wanted[index])
+        carrier = None if call.exchanger is None else site.carrier(call, inputs, params)
+        if carrier is not None and record.plan.communicates:
+            call.carrier = carrier
         output, *states = ShardedAttend.apply(call, anchor, *tensors)
+        if call.carrier is not None and not self._replay:
+            self._after(call.carrier, wanted=record.wanted[index])
         if finals == "none":
             return output
         return output, states[0] if len(states) == 1 else tuple(states)
+
+    def _after(self, carrier: Carrier, wanted: bool) -> None:
+        """Note what ran; outside of any context a call without gradients is checked at once."""
+        site = self._site
+        site.last_plan = carrier.plan
+        if wanted and torch.is_grad_enabled():
+            return
+        carrier.no_backward_follows()
+        if current_context(site.group) is None:
+            site.runtime.check_without_backward()
 
     def _next(self) -> int:
         self._exchanges += 1

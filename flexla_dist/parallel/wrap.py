@@ -18,6 +18,7 @@ from flexla_dist.parallel.adapters import LayerAdapter, adapter_of
 from flexla_dist.parallel.context import current_plan
 from flexla_dist.parallel.documents import read_cu_seqlens
 from flexla_dist.parallel.eager import eager
+from flexla_dist.parallel.engine import ExchangePlan
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.recompute import recomputing
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
@@ -138,6 +139,7 @@ def SequenceParallelLA(
     node_size: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
     name: str | None = None,
+    backend: str = "auto",
 ) -> Layer:
     """Let a linear-attention layer work on sequences sharded over a group; returns the same module.
 
@@ -151,8 +153,12 @@ def SequenceParallelLA(
         node_size: consecutive ranks that share a node; by default host names tell.
         timeout: seconds that a rank of the group waits for another at most.
         name: what messages call the layer; by default its class.
+        backend: "device": states are exchanged by kernels in symmetric memory; "host": by
+            torch.distributed; "auto": by kernels where states are plain fp32 ones on GPUs that
+            share a symmetric heap. `exchange_plan` tells what ran.
     Raises UnsupportedLayerError for other layers and for a layer that is wrapped already,
-    ShardingError for a wrong mesh.
+    ShardingError for a wrong mesh. The first call raises EngineRefused, a ShardingError and
+    HeapError, on every rank if backend="device" cannot be had.
     """
     if not isinstance(layer, nn.Module):
         raise UnsupportedLayerError(
@@ -166,7 +172,7 @@ def SequenceParallelLA(
     adapter = adapter_of(layer)
     chosen = sequence_group(mesh, group)
     _forget_detached(layer)
-    site = Site(chosen, name or type(layer).__name__, strategy, node_size, timeout)
+    site = Site(chosen, name or type(layer).__name__, strategy, node_size, timeout, backend)
     ShardedForward(layer, adapter, site).install()
     return layer
 
@@ -174,6 +180,19 @@ def SequenceParallelLA(
 def is_sequence_parallel(layer: nn.Module) -> bool:
     """Whether a layer was wrapped by `SequenceParallelLA`."""
     return isinstance(layer.__dict__.get(MARKER), ShardedForward)
+
+
+def exchange_plan(layer: nn.Module) -> ExchangePlan | None:
+    """How the states of a wrapped layer's last call crossed the ranks, None if none has.
+
+    Raises UnsupportedLayerError for a layer that is not wrapped.
+    """
+    marker = layer.__dict__.get(MARKER)
+    if not isinstance(marker, ShardedForward):
+        raise UnsupportedLayerError(
+            f"{type(layer).__name__} is not sharded: wrap it with SequenceParallelLA(layer, mesh)"
+        )
+    return marker.site.last_plan
 
 
 def unwrap(layer: Layer) -> Layer:

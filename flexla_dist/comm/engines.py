@@ -1,0 +1,318 @@
+"""The device engine of one group: a symmetric heap, an exchanger for every strategy, and checks.
+
+Contract: heap and workspaces are made together by all ranks, at the first exchange and at the first
+one of new shapes; a later exchange allocates its result alone. On a GPU all exchanges of a group
+follow each other on one stream of their own, in the order of the calls, which is the same on every
+rank: so layers that run side by side share a workspace, and kernels that wait never fill the GPUs
+of two ranks in different orders. Results of a wait that expired are NaN until `check` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flexla_dist.comm.chooser.choose import Choice, choose
+from flexla_dist.comm.chooser.links import DEVICE
+from flexla_dist.comm.chooser.payload import Payload
+from flexla_dist.comm.element import Element, State, StateElement
+from flexla_dist.comm.errors import ExchangeError
+from flexla_dist.comm.exchange import StateExchanger
+from flexla_dist.comm.heaps import HeapError, SymmetricHeap, make_heap
+from flexla_dist.comm.lookout import Lookout, own_place
+from flexla_dist.comm.tag import Tag
+from flexla_dist.errors import ShardingError
+
+if TYPE_CHECKING:
+    from flexla_dist.comm.device_exchange import DeviceExchanger, Span
+
+LARGEST_SECONDS = 2**31 - 1
+
+
+class EngineRefused(HeapError, ShardingError):
+    """The device engine was asked for and cannot run here; every rank raises it."""
+
+
+@dataclass
+class Arriving:
+    """A state on its way to this rank.
+
+    state: for streams that come after the exchange. wait: orders the current stream after it, None
+    where it is over.
+    """
+
+    state: State
+    wait: Callable[[], None] | None = None
+
+    def take(self) -> State:
+        """The state, for the current stream."""
+        self.join()
+        return self.state
+
+    def join(self) -> None:
+        """Let the current stream go on only after the exchange."""
+        if self.wait is not None:
+            self.wait()
+            self.wait = None
+
+
+@dataclass
+class DeviceEngine:
+    """Exchanges of one rank by kernels; `open_engine` makes it.
+
+    heap: of the group. lookout: notices ranks that fail or end. timeout: seconds of a wait.
+    unchecked: exchanges happened since the last `check`; no_backward: some of them in calls that no
+    backward pass follows.
+    """
+
+    heap: SymmetricHeap
+    timeout: float
+    lookout: Lookout = field(init=False)
+    unchecked: bool = field(default=False, init=False)
+    no_backward: bool = field(default=False, init=False)
+    _check_queued: int = field(default=-1, init=False)
+    _exchangers: dict[tuple, DeviceExchanger] = field(default_factory=dict, init=False)
+    _choices: dict[tuple, Choice] = field(default_factory=dict, init=False)
+    _side: Any = field(default=None, init=False)
+    _rescue: Any = field(default=None, init=False)
+    _one: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.heap.device.type == "cuda":
+            self._side = torch.cuda.Stream(self.heap.device)
+            self._rescue = torch.cuda.Stream(self.heap.device)
+            self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
+
+    def choice(
+        self, exchanger: StateExchanger, span: Span, template: State, strategy: str
+    ) -> Choice:
+        """The strategy for such spans and its predicted seconds.
+
+        exchanger: of the group, with the nodes that count; the first call is collective.
+        """
+        survey = exchanger.heap_survey(self.heap.device, self.heap.name)
+        runs = survey.topology.runs
+        forms = tuple((state.local.shape[1:], state.form()) for state in span.states)
+        key = (runs, strategy, forms)
+        found = self._choices.get(key)
+        if found is None:
+            setting = survey.setting(Payload.of_element(_one_segment(span), template))
+            found = choose({DEVICE: setting}, strategy=strategy, engine=DEVICE)
+            self._choices[key] = found
+        return found
+
+    def begin(
+        self,
+        span: Span,
+        crossing: Sequence[bool],
+        tag: Tag,
+        strategy: str,
+        runs: Sequence[int],
+        reverse: bool,
+    ) -> Arriving:
+        """Start a scan over the ranks; see `DeviceExchanger.prefix` and `suffix`.
+
+        runs: ranks of every node. The current stream is not kept waiting before `Arriving.take`.
+        """
+        self.lookout.raise_error()
+        exchanger = self._exchanger(strategy, tuple(runs))
+        scan = partial(
+            exchanger.suffix if reverse else exchanger.prefix, span, tuple(crossing), tag
+        )
+        capturing = self.capturing()
+        if capturing:
+            _check_known(exchanger, span)
+        else:
+            self.unchecked = True
+            self.lookout.start()
+        if self._side is None:
+            arriving = Arriving(_first(scan(), reverse))
+            self.lookout.raise_error()
+            return arriving
+        return self._beside(scan, span, reverse)
+
+    def _beside(self, scan: Callable[[], State], span: Span, reverse: bool) -> Arriving:
+        """Run a scan on the engine's stream, after what the current stream has done so far."""
+        main, side = torch.cuda.current_stream(self.heap.device), self._side
+        side.wait_event(main.record_event())
+        with torch.cuda.stream(side):
+            found = _first(scan(), reverse)
+            done = side.record_event()
+        for state in span.states:
+            for tensor in (state.local, state.decay, state.matrix):
+                if tensor is not None:
+                    tensor.record_stream(side)
+
+        def wait() -> None:
+            here = torch.cuda.current_stream(self.heap.device)
+            here.wait_event(done)
+            for tensor in found:
+                tensor.record_stream(here)
+
+        return Arriving(found, wait)
+
+    def check(self, *, always: bool = False) -> None:
+        """Raise on every rank what went wrong in any exchange since the last check; collective.
+
+        always: even if this process knows of no exchange, as where CUDA graphs were replayed.
+        Raises ExchangeTimeout, TagMismatch, after which the next exchange starts anew, and
+        RemoteRankError. It waits for the device.
+        """
+        if not (self.unchecked or always) or self.capturing():
+            return
+        try:
+            self.heap.barrier()
+        except ExchangeError:
+            self.lookout.raise_error()
+            raise
+        self.lookout.rest()
+        self.unchecked = self.no_backward = False
+        self.lookout.raise_error()
+        errors = []
+        for exchanger in self._exchangers.values():
+            try:
+                exchanger.check()
+            except ExchangeError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def check_after_backward(self) -> None:
+        """Check once, when the backward pass that runs now has ended."""
+        task = torch._C._current_graph_task_id()
+        if task != self._check_queued and not self.capturing():
+            self._check_queued = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.check)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Seconds of a wait, from now on."""
+        for exchanger in self._exchangers.values():
+            exchanger.timeout = seconds
+            for workspace in exchanger.workspaces.values():
+                looks = int(workspace.limit * seconds / self.timeout)
+                workspace.limit = min(max(64, looks), LARGEST_SECONDS)
+        self.timeout = seconds
+
+    def capturing(self) -> bool:
+        """Whether the current stream is captured into a CUDA graph."""
+        return self._side is not None and torch.cuda.is_current_stream_capturing()
+
+    def stop_waits(self) -> None:
+        """End all waits of this rank's kernels; from any thread."""
+        for exchanger in list(self._exchangers.values()):
+            for workspace in list(exchanger.workspaces.values()):
+                for word in workspace.alarms():
+                    if self._rescue is None or self._one is None:
+                        word.fill_(1)
+                        continue
+                    with torch.cuda.stream(self._rescue):
+                        word.copy_(self._one, non_blocking=True)
+
+    def _exchanger(self, strategy: str, runs: tuple[int, ...]) -> DeviceExchanger:
+        from flexla_dist.comm.device_exchange import DeviceExchanger
+
+        key = (strategy, runs if strategy == "hierarchical" else None)
+        found = self._exchangers.get(key)
+        if found is None:
+            nodes = tuple(node for node, run in enumerate(runs) for _ in range(run))
+            found = DeviceExchanger(self.heap, strategy, nodes, self.timeout)
+            self._exchangers[key] = found
+        return found
+
+
+def open_engine(
+    exchanger: StateExchanger,
+    device: torch.device,
+    timeout: float,
+    heap: SymmetricHeap | None = None,
+) -> DeviceEngine:
+    """The device engine of the exchanger's group for tensors on `device`; collective.
+
+    heap: to use instead of one that is made. EngineRefused, on every rank, names what is missing.
+    """
+    own = _missing(device)
+    reasons = exchanger.gather_texts("whether kernels can run here", own)
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise EngineRefused(f"{exchanger.ranks.name(rank)}: {reason}")
+    if heap is None:
+        try:
+            heap = make_heap(exchanger.ranks.group, device, timeout=2 * timeout)
+        except HeapError as error:
+            raise EngineRefused(str(error)) from error
+    engine = DeviceEngine(heap, timeout)
+    places = exchanger.gather_texts("processes of the ranks", own_place())
+    engine.lookout = Lookout(exchanger.ranks, places, engine.stop_waits)
+    return engine
+
+
+def span_of(element: Element) -> Span:
+    """An element as a span of one segment, its M given for every head."""
+    from flexla_dist.comm.device_exchange import Span
+
+    states = tuple(
+        s
+        if s.decay is None
+        else replace(s, decay=s.decay.expand(*s.local.shape[:2], *s.decay.shape[2:]))
+        for s in element.states
+    )
+    return Span.of(replace(element, states=states))
+
+
+def _one_segment(span: Span) -> Element:
+    """An element of the span's shapes."""
+    return Element(
+        tuple(
+            StateElement(
+                s.local[0],
+                None if s.decay is None else s.decay[0],
+                None if s.matrix is None else s.matrix[0],
+            )
+            for s in span.states
+        )
+    )
+
+
+def _first(states: State, reverse: bool) -> State:
+    """What enters the segment that is first in the order of the scan."""
+    return tuple(t[-1 if reverse else 0] for t in states)
+
+
+def _missing(device: torch.device) -> str:
+    """What keeps this process from running kernels on `device`, "" if nothing does."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): install triton, or use backend='host'"
+    interpreted = bool(triton.knobs.runtime.interpret)
+    if device.type == "cpu" and not interpreted:
+        return (
+            "the tensors are on the CPU, where kernels run only in Triton's interpreter: move them "
+            "to a GPU, use backend='host', or, for tests, set TRITON_INTERPRET=1 before Triton is "
+            "imported"
+        )
+    if device.type == "cuda" and interpreted:
+        return (
+            "the tensors are on a GPU and Triton's interpreter is on: unset TRITON_INTERPRET "
+            "before Triton is imported"
+        )
+    if device.type not in ("cpu", "cuda"):
+        return f"the tensors are on {device}, expected a CUDA device: use backend='host'"
+    return ""
+
+
+def _check_known(exchanger: DeviceExchanger, span: Span) -> None:
+    """ShardingError in a capture if workspace and kernel are still to be made."""
+    from flexla_dist.comm.device_exchange import signature_of
+
+    signature = signature_of(span, False)
+    if signature not in exchanger.workspaces:
+        raise ShardingError(
+            f"a CUDA graph is being captured, and no exchange of {signature} has run before: run "
+            "the same step once or twice outside of the capture first, on all ranks"
+        )
