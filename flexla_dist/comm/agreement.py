@@ -43,6 +43,17 @@ def agree(
     raise RankMismatch(_explain(channel, name, [text.split("\n") for text in texts]))
 
 
+def open_messages(channel: Channel, device: torch.device) -> None:
+    """Let all ranks open their channel for messages about tensors on `device`, if they have not.
+
+    They meet by a block first: where blocks travel over the CPU, a rank that does not come ends in
+    an error within the usual time, while NCCL would wait for it as long as its own limit lasts.
+    """
+    if not channel.is_open(device):
+        gather_integers(channel, f"opening of messages on {device.type}", ())
+        channel.open(device)
+
+
 def gather_integers(channel: Channel, what: str, values: Sequence[int]) -> list[list[int]]:
     """The integers of every rank; RankMismatch unless all ranks collect as many under this name."""
     header = [*_hash_words(what), len(values)]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexla_dist.comm.element import Element, State, element_tensors, with_tensors
-from flexla_dist.comm.errors import TagMismatch
+from flexla_dist.comm.errors import ExchangeError, TagMismatch
 from flexla_dist.comm.links import GroupRanks, all_gather_flat
 from flexla_dist.comm.packing import empty_message, header_words, pack, packed_bytes, views
 from flexla_dist.comm.tag import Header, Kind, Tag, describe_words, same_message
@@ -68,6 +68,11 @@ class Channel:
     A send is posted and not waited for: its buffer is kept until it is known to have left, so the
     first rank of a chain goes on computing. Headers are compared at once on the CPU; on a device
     they are copied aside and compared at a later operation, which costs no synchronisation.
+
+    On a device every single message is a batch, even one alone. NCCL puts a plain send on a
+    communicator of two ranks, and a batch on that of the group: a send and its receive would never
+    meet if one rank had one message to post and the other two. The group's communicator is made by
+    all ranks together, so before the first message all of them call `open`.
     """
 
     def __init__(self, ranks: GroupRanks, watch: Watch) -> None:
@@ -75,10 +80,23 @@ class Channel:
         self.watch = watch
         self._sent: Sent = deque()
         self._sent_bytes = 0
+        self._open: set[str] = set()
         self._checks: deque[tuple[Tensor, torch.cuda.Event, Header, str]] = deque()
         at_exit = partial(_leave, self._sent, watch)
         atexit.register(at_exit)
         weakref.finalize(self, _settle, self._sent, watch, at_exit).atexit = False
+
+    def open(self, device: torch.device) -> None:
+        """Make what messages about tensors on `device` travel by; all ranks call it together."""
+        place = self.ranks.device_for(device)
+        if self._on_streams(place) and place.type not in self._open:
+            own = torch.zeros(1, dtype=torch.uint8, device=place)
+            self._gather("opening of messages", own.new_empty(self.ranks.size, 1), own, GATHER_TAGS)
+
+    def is_open(self, device: torch.device) -> bool:
+        """Whether messages about tensors on `device` can be posted by some ranks alone."""
+        place = self.ranks.device_for(device)
+        return not self._on_streams(place) or place.type in self._open
 
     def exchange(
         self,
@@ -150,9 +168,10 @@ class Channel:
         """All-gather; on the CPU of single messages, so that ranks in different ones never meet."""
         group, rank, whole = self.ranks.group, self.ranks.rank, self.ranks.global_ranks
         waiting = Waiting(None, what)
-        if own.device.type != "cpu":
+        if self._on_streams(own.device):
             start = partial(all_gather_flat, gathered.view(-1), own, group)
             self._finish(self._start(waiting, start), own.device, waiting)
+            self._open.add(own.device.type)
             return
         tag = tags + own.numel() * own.element_size() % MESSAGE_TAGS
         others = [other for other in range(self.ranks.size) if other != rank]
@@ -182,11 +201,8 @@ class Channel:
         what = f"{kind.name.lower()} exchange ({tag})"
         posts: list[tuple[Any, Tensor, int]] = [(dist.irecv, t, rank) for rank, t in receives]
         posts += [(dist.isend, t, rank) for rank, t in sends]
-        if len(posts) > 1 and posts[0][1].device.type != "cpu":
-            ops = [dist.P2POp(op, t, ranks[rank], group) for op, t, rank in posts]
-            waiting = Waiting(posts[0][2], what)
-            for work in self._start(waiting, partial(dist.batch_isend_irecv, ops)):
-                self.watch.wait_on_stream(work, waiting)
+        if posts and self._on_streams(posts[0][1].device):
+            self._post_batch(what, posts)
             return
         started = []
         for op, buffer, rank in posts:
@@ -200,6 +216,29 @@ class Channel:
             else:
                 self._keep(work, buffer, waiting)
 
+    def _post_batch(self, what: str, posts: Sequence[tuple[Any, Tensor, int]]) -> None:
+        """One batch; the stream waits for it unless it only sends."""
+        _, first, peer = posts[0]
+        if first.device.type not in self._open:
+            raise ExchangeError(
+                f"{what}: messages on {first.device.type} were not opened; expected all ranks of "
+                "the group to call Channel.open before one of them posts a message"
+            )
+        group, ranks = self.ranks.group, self.ranks.global_ranks
+        ops = [dist.P2POp(op, t, ranks[rank], group) for op, t, rank in posts]
+        waiting = Waiting(peer, what)
+        works = self._start(waiting, partial(dist.batch_isend_irecv, ops))
+        if any(op is dist.irecv for op, _, _ in posts):
+            for work in works:
+                self._finish(work, first.device, waiting)
+            return
+        for i, (_, buffer, rank) in enumerate(posts):
+            self._keep(works[min(i, len(works) - 1)], buffer, Waiting(rank, what))
+
+    def _on_streams(self, device: torch.device) -> bool:
+        """Whether messages on `device` are work of a stream, carried by NCCL or its like."""
+        return device.type != "cpu"
+
     def _start(self, waiting: Waiting, start: Callable[[], Any]) -> Any:
         try:
             return start()
@@ -207,10 +246,10 @@ class Channel:
             self.watch.lost(waiting, cause)
 
     def _finish(self, work: dist.Work, device: torch.device, waiting: Waiting) -> None:
-        if device.type == "cpu":
-            self.watch.wait(work, waiting)
-        else:
+        if self._on_streams(device):
             self.watch.wait_on_stream(work, waiting)
+        else:
+            self.watch.wait(work, waiting)
 
     def _keep(self, work: dist.Work, buffer: Tensor, waiting: Waiting) -> None:
         self._sent.append((work, buffer, waiting))

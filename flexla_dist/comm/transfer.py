@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from flexla_dist.comm.agreement import open_messages
 from flexla_dist.comm.channel import Channel, Incoming, Outgoing
 from flexla_dist.comm.element import State
 from flexla_dist.comm.tag import Kind, Tag
@@ -80,6 +81,7 @@ def plan_tails(lengths: Sequence[int], starts: Sequence[int], width: int) -> Tra
 
 def transfer(channel: Channel, rows: Tensor, plan: TransferPlan, tag: Tag, dim: int) -> Tensor:
     """This rank's halo: like `rows` with `plan.width` rows along `dim`, zero where none came."""
+    open_messages(channel, rows.device)
     rank = channel.ranks.rank
     halo = rows.new_zeros(_with_size(rows, dim, plan.width))
     sends = [
@@ -99,6 +101,7 @@ def transfer_adjoint(
     channel: Channel, grad_halo: Tensor, plan: TransferPlan, tag: Tag, dim: int
 ) -> Tensor:
     """Gradient of this rank's rows from the gradients of all halos: summed by receiver in order."""
+    open_messages(channel, grad_halo.device)
     rank = channel.ranks.rank
     grad = grad_halo.new_zeros(_with_size(grad_halo, dim, plan.lengths[rank]))
     sends = [
@@ -138,6 +141,7 @@ def gather_rows(
 
 def broadcast(channel: Channel, tensors: Sequence[Tensor], source: int, tag: Tag) -> State:
     """The tensors of group rank `source` on every rank."""
+    open_messages(channel, tensors[0].device)
     rank, size = channel.ranks.rank, channel.ranks.size
     if rank == source:
         sends = [Outgoing(other, tensors) for other in range(size) if other != source]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexla_dist.comm import StateExchanger, Tag, zero_state
+from flexla_dist.comm import StateExchanger, Tag, plan_tails, zero_state
 from flexla_dist.comm.element import Element, element_tensors, with_tensors
 from flexla_dist.testing.elements import random_element, serial_scan
 from flexla_dist.testing.ranks import run_ranks
@@ -53,6 +53,26 @@ def test_strategies_between_all_gpus(first: str, tmp_path: Path) -> None:
     backend = "cpu:gloo,cuda:nccl"
     errors = run_ranks(scan_all, size, first, str(tmp_path), backend=backend, timeout=120)
     assert max(errors) < 1e-10
+
+
+def rows_first(rank: int, size: int) -> float:
+    """Rows from several ranks as the first thing that the group does, then a broadcast."""
+    torch.cuda.set_device(rank)
+    exchanger = StateExchanger(None, timeout=60.0)
+    plan = plan_tails((1,) * size, (0,) * size, 2)
+    halo = exchanger.transfer(torch.full((1, 1, 2), rank + 1.0, device="cuda"), plan, Tag())
+    grad = exchanger.transfer_adjoint(torch.ones_like(halo), plan, Tag())
+    sent = exchanger.broadcast((torch.full((1,), float(rank), device="cuda"),), size - 1, Tag())[0]
+    exchanger.flush()
+    expected = torch.tensor([max(rank - 1, 0), rank], dtype=torch.float32)
+    wrong = (halo[0, :, 0].cpu() - expected).abs().max().item()
+    wrong += abs(grad.sum().item() - 2 * min(2, size - 1 - rank))
+    return wrong + abs(sent.item() - (size - 1))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_rows_between_all_gpus(backend: str) -> None:
+    assert max(run_ranks(rows_first, torch.cuda.device_count(), backend=backend, timeout=120)) == 0
 
 
 def survey(rank: int, size: int, folder: str) -> tuple:
