@@ -113,6 +113,7 @@ class DeviceEngine:
         tag: Tag,
         strategy: str,
         runs: Sequence[int],
+        *,
         reverse: bool,
     ) -> Arriving:
         """Start a scan over the ranks; see `DeviceExchanger.prefix` and `suffix`.
@@ -173,14 +174,16 @@ class DeviceEngine:
         self.lookout.rest()
         self.unchecked = self.no_backward = False
         self.lookout.raise_error()
-        errors = []
+        failed = []
         for exchanger in self._exchangers.values():
             try:
                 exchanger.check()
             except ExchangeError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                failed.append((exchanger, error))
+        for exchanger, _ in failed:
+            exchanger.restart()  # all ranks are here: they were told the same
+        if failed:
+            raise failed[0][1]
 
     def check_after_backward(self) -> None:
         """Check once, when the backward pass that runs now has ended."""

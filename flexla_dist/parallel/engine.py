@@ -120,7 +120,7 @@ class DeviceCarrier:
             self.plan = _plan_of(choice, DEVICE, self.engine.heap.name, self.reason)
         survey = self.exchanger.heap_survey(self.engine.heap.device, self.engine.heap.name)
         return self.engine.begin(
-            span, crossing, tag, choice.strategy, survey.topology.runs, reverse
+            span, crossing, tag, choice.strategy, survey.topology.runs, reverse=reverse
         )
 
     def check_after_backward(self) -> None:

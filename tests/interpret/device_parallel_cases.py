@@ -17,6 +17,7 @@ from flexla_dist.testing.inputs import CallInputs, make_inputs
 STRATEGIES = ("chain", "log_scan", "hierarchical", "all_gather")
 BOUND = 1e-5  # of float32, as a ratio of root mean squares
 SIZES = {"K": 4, "V": 3, "D": 5, "M": 3}
+PRELOAD = ("flexla_dist.parallel", "flexla_dist.ops.op", "flexla_dist.comm.device_exchange")
 Values = dict[str, Tensor]
 
 
