@@ -33,6 +33,7 @@ class Case:
     initial: bool = True
     final: str = "owner"
     executor: str = "torch"
+    segment: int | None = None  # chunks of the segments of a shard
 
     @property
     def tokens(self) -> int:
@@ -118,6 +119,8 @@ def run_shard(
     def leaf(x: Tensor) -> Tensor:
         return x.detach().to(device).requires_grad_()
 
+    if case.segment is not None:
+        compiled(case.spec).executor("triton").segment_chunks = case.segment
     starting = tuple(map(leaf, states_of(given.initial_state))) if case.initial else ()
     op = SequenceParallelOp(
         compiled(case.spec),

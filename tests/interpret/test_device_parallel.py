@@ -72,6 +72,18 @@ def test_generated_kernels(size: int) -> None:
     check(size, chosen)
 
 
+def test_shards_of_several_segments() -> None:
+    lengths, documents = (40, 36), (0, 8, 60, 76)
+    cut = {"executor": "triton", "segment": 1}
+    check(
+        2,
+        [
+            Case("gla", "chain", lengths, final="broadcast", **cut),
+            Case("gated_delta_rule", "chain", lengths, documents, **cut),
+        ],
+    )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
