@@ -48,14 +48,15 @@ def held_values(loads: Iterable[fx.Node], body: Sequence[fx.Node]) -> frozenset[
     for node in reversed(body):
         if node.target is ops.matmul or (node.target in VIEWS and node not in held):
             continue
-        held.update(x for x in node.args if isinstance(x, fx.Node) and x in cheap)
+        held.update(x for x in (node, *node.args) if isinstance(x, fx.Node) and x in cheap)
     return frozenset(held)
 
 
 def emission_order(
     loads: Iterable[fx.Node], body: Sequence[fx.Node], results: Iterable[fx.Node]
 ) -> list[fx.Node]:
-    """Products, domain operators, sums and results of a chunk kernel, in the order to compute."""
+    """Products, domain operators, sums and results of a chunk kernel in the order to compute, and
+    arithmetic that is done as soon as it can replace its operands."""
     search = _Search(loads, body, set(results))
     return [search.values[at] for at in search.run().order]
 
@@ -98,6 +99,12 @@ class _Search:
             or node.target in SUMS
             or node in results
         ]
+        taken = {*self.steps}
+        self.plain = [
+            at
+            for at, node in enumerate(self.values)
+            if at not in taken and node.target not in VIEWS and self.sizes[at] > _DIM
+        ]
         self.cones = {at: self._cone(at) for at in self.steps}
         marks = sum(1 << at for at in self.steps)
         self.before = {at: self.cones[at] & marks & ~(1 << at) for at in self.steps}
@@ -138,16 +145,30 @@ class _Search:
         return beam[0]
 
     def _ready(self, partial: _Partial) -> Iterable[int]:
-        taken = sum(1 << at for at in partial.order)
+        taken = partial.done
         return (at for at in self.steps if not taken >> at & 1 and not self.before[at] & ~taken)
 
     def _extend(self, partial: _Partial, step: int) -> _Partial:
         fresh = self.cones[step] & ~partial.done
         done = partial.done | self.cones[step]
-        after = self._alive(done)
         made = self.sizes[step] + self._alive(done, fresh & ~(1 << step))
         peak = max(partial.peak, self._alive(partial.done) + made)
-        return _Partial(peak, partial.total + after, (*partial.order, step), done)
+        done, eager = self._settle(done)
+        total = partial.total + self._alive(done)
+        return _Partial(peak, total, (*partial.order, step, *eager), done)
+
+    def _settle(self, done: int) -> tuple[int, list[int]]:
+        """Arithmetic that replaces what it is made from, done at once."""
+        eager: list[int] = []
+        alive = self._alive(done)
+        for at in self.plain:
+            if done >> at & 1 or self.needs[at] & ~done:
+                continue
+            then = self._alive(done | 1 << at)
+            if then < alive or (then == alive and self._alive(done | 1 << at, ~(1 << at)) < alive):
+                done, alive = done | 1 << at, then
+                eager.append(at)
+        return done, eager
 
     def _alive(self, done: int, among: int = -1) -> int:
         """Size of the values, of those `among`, that something not yet done uses."""

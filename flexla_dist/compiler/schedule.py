@@ -45,7 +45,7 @@ LOOPS = ("scan", "reverse", "map", "summary")
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
 SMALL_PRODUCTS = 5  # as many never need a cut
-MAX_ALIVE = 2**15  # elements at the usual sizes, what four warps hold in 256 registers a thread
+MAX_ALIVE = 27 * 2**10  # elements at the usual sizes; with more, four warps spill registers
 
 
 @dataclass(frozen=True)
@@ -293,11 +293,9 @@ class _Scheduler:
             if self._fits(body, roots):
                 self._emit_chunk(name, pending, remaining)
                 return
-            crossing = self._cheapest_cut(body, set(roots))
-            finished = self._finished(crossing, remaining)
+            kept, finished = self._cheapest_cut(body, pending, remaining)
             for result in finished:
                 remaining.pop(result)
-            kept = self._still_read(crossing, [*pending, *remaining.values()])
             self._emit_chunk(name, kept, finished)
             pending = [v for v in pending if v not in self.stored]
 
@@ -391,8 +389,12 @@ class _Scheduler:
         heavy = sum(node.target in HEAVY for node in body)
         return products <= MAX_PRODUCTS and heavy <= MAX_HEAVY
 
-    def _cheapest_cut(self, body: list[fx.Node], roots: set[fx.Node]) -> list[fx.Node]:
-        """Values that cross the cut with the fewest bytes among the cuts that fit one kernel."""
+    def _cheapest_cut(
+        self, body: list[fx.Node], pending: list[fx.Node], results: dict[str, fx.Node]
+    ) -> tuple[list[fx.Node], dict[str, fx.Node]]:
+        """The cut with the fewest bytes a product of those that fit one kernel: values that cross
+        it, and results that end before it."""
+        roots = {*pending, *results.values()}
         cuts: list[tuple[float, int, list[fx.Node]]] = []
         for end in range(1, len(body)):
             prefix = body[:end]
@@ -406,8 +408,12 @@ class _Scheduler:
             if crossing:
                 cuts.append((cost, -end, crossing))
         for _, _, crossing in sorted(cuts, key=lambda cut: cut[:2]):
-            if self._fits(self.body_of(crossing)[0], crossing):
-                return crossing
+            finished = self._finished(crossing, results)
+            rest = [x for name, x in results.items() if name not in finished]
+            kept = self._still_read(crossing, [*pending, *rest])
+            before = [*kept, *finished.values()]
+            if self._fits(self.body_of(before)[0], before):
+                return kept, finished
         raise AssertionError("no cut fits a kernel")
 
     def _crossing(
