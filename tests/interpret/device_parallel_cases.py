@@ -34,6 +34,7 @@ class Case:
     final: str = "owner"
     executor: str = "torch"
     segment: int | None = None  # chunks of the segments of a shard
+    width: int = 0  # of keys and values, 0: a few
 
     @property
     def tokens(self) -> int:
@@ -54,7 +55,7 @@ def whole_inputs(case: Case, dtype: torch.dtype) -> CallInputs:
         tokens=case.tokens,
         heads=1,
         value_heads=2,
-        sizes=SIZES,
+        sizes=dict.fromkeys(SIZES, case.width) if case.width else SIZES,
         cu_seqlens=starts,
     )
     return given.to(torch.float32).to(dtype)
@@ -111,7 +112,10 @@ def run_whole(case: Case) -> Values:
 def run_shard(
     case: Case, rank: int, size: int, device: str = "cpu", backend: str = "device"
 ) -> Values:
-    """The same on one rank in float32: its shards, and its share of what is summed."""
+    """The same on one rank in float32: its shards, and its share of what is summed.
+
+    backend: "auto" on a GPU means the device engine.
+    """
     group = dist.group.WORLD
     assert group is not None
     given = whole_inputs(case, torch.float32)
@@ -150,7 +154,7 @@ def run_shard(
     objective(output, weight, states_of(final), share).backward()
     plan = op.last_plan
     if plan is not None:
-        assert plan.engine == backend, str(plan)
+        assert plan.engine == ("device" if backend == "auto" else backend), str(plan)
         assert case.strategy in ("auto", plan.strategy), str(plan)
     return collect(given, output, states_of(final))
 
@@ -158,6 +162,10 @@ def run_shard(
 def run_shards(
     rank: int, size: int, cases: list[Case], device: str = "cpu", backend: str = "device"
 ) -> list[Values]:
+    """device: of all ranks, or "apart" for a GPU of its own for each."""
+    device = f"cuda:{rank}" if device == "apart" else device
+    if device != "cpu":
+        torch.cuda.set_device(device)
     return [run_shard(case, rank, size, device, backend) for case in cases]
 
 

@@ -161,6 +161,7 @@ def train_shards(
     rank: int, size: int, variant: str, steps: int, length: int, conv_width: int, device: str
 ) -> Any:
     """The same on shards, states by kernels."""
+    device = f"cuda:{rank}" if device == "apart" else device
     if device != "cpu":
         torch.cuda.set_device(device)
     group = dist.group.WORLD
@@ -311,20 +312,20 @@ def late_rank_without_gradients(rank: int, size: int) -> str:
     return str(found.value)
 
 
-def failing_rank(rank: int, size: int, how: str) -> None:
+def failing_rank(rank: int, size: int, how: str, device: str = "cpu") -> None:
     """Rank 1 ends, or raises in a sharded layer; the limit of a wait is a minute."""
-    net, late = two_layers(60.0)
-    step_of(net, size)
+    net, late = two_layers(60.0, device)
+    step_of(net, size, device)
 
     def fail() -> None:
         if how == "killed":
             os._exit(9)
-        net[2](torch.zeros(1))
+        net[2](torch.zeros(1, device=device))
 
     late.action = fail if rank == 1 else None
     start = time.monotonic()
     try:
-        step_of(net, size)
+        step_of(net, size, device)
     except RemoteRankError:
         assert time.monotonic() - start < 20.0, "it took too long to notice"
         raise
