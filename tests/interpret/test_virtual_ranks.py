@@ -1,0 +1,37 @@
+"""A sequence over virtual ranks, as the measuring program runs it, equals one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexla_dist.ops.op import LinearAttentionOp
+from flexla_dist.spec.variants import get_variant
+from flexla_dist.testing.inputs import make_inputs
+from scaling_runs.virtual_run import VirtualRanks
+
+from .test_triton_executor import graphs_of
+
+
+@pytest.mark.parametrize("strategy", ["chain", "log_scan", "all_gather"])
+@pytest.mark.parametrize("name", ["simple_gla", "gla", "gated_delta_rule"])
+def test_equals_one_process(name: str, strategy: str) -> None:
+    if name != "gla" and strategy == "log_scan":
+        pytest.skip("one variant is enough")
+    call = make_inputs(
+        get_variant(name), batch=2, tokens=96, heads=2, value_heads=2,
+        sizes={"K": 16, "V": 16}, dtype=torch.float32,
+    )  # fmt: skip
+    op = LinearAttentionOp(graphs_of(name), "triton", 16)
+    ranks = VirtualRanks(op, call, 3)
+    ranks.executor.segment_chunks = 1
+    seed = torch.randn(2, 96, 2, 16, generator=torch.Generator().manual_seed(1))
+    found = ranks.run(ranks.exchanger(strategy, timeout=30.0), seed)
+
+    exact = call.to(torch.float64)
+    single = LinearAttentionOp(graphs_of(name), "torch", 16)
+    output = single(**exact.inputs, **exact.params, **exact.scalars)[0]
+    wanted = torch.autograd.grad(output, list(exact.inputs.values()), seed.double())
+    for got, want in zip((found.output, *found.gradients.values()), (output, *wanted), strict=True):
+        error = (got.double() - want).norm() / want.norm()
+        assert error <= 1e-5
