@@ -200,6 +200,9 @@ class DeviceEngine:
                 looks = int(workspace.limit * seconds / self.timeout)
                 workspace.limit = min(max(64, looks), LARGEST_SECONDS)
         self.timeout = seconds
+        meeting = getattr(self.heap, "meeting", None)
+        if meeting is not None:
+            meeting.timeout = max(meeting.timeout, _of_meetings(seconds))
 
     def capturing(self) -> bool:
         """Whether the current stream is captured into a CUDA graph."""
@@ -238,20 +241,25 @@ def open_engine(
 
     heap: to use instead of one that is made. EngineRefused, on every rank, names what is missing.
     """
-    own = _missing(device)
+    own = _missing(device, heap)
     reasons = exchanger.gather_texts("whether kernels can run here", own)
     for rank, reason in enumerate(reasons):
         if reason:
             raise EngineRefused(f"{exchanger.ranks.name(rank)}: {reason}")
     if heap is None:
         try:
-            heap = make_heap(exchanger.ranks.group, device, timeout=2 * timeout)
+            heap = make_heap(exchanger.ranks.group, device, timeout=_of_meetings(timeout))
         except HeapError as error:
             raise EngineRefused(str(error)) from error
     engine = DeviceEngine(heap, timeout)
     places = exchanger.gather_texts("processes of the ranks", own_place())
     engine.lookout = Lookout(exchanger.ranks, places, engine.stop_waits)
     return engine
+
+
+def _of_meetings(timeout: float) -> float:
+    """Seconds that ranks wait for each other to check: one may come as late as a wait lasts."""
+    return 2 * timeout + 10.0
 
 
 def span_of(element: Element) -> Span:
@@ -286,8 +294,13 @@ def _first(states: State, reverse: bool) -> State:
     return tuple(t[-1 if reverse else 0] for t in states)
 
 
-def _missing(device: torch.device) -> str:
+def _missing(device: torch.device, heap: SymmetricHeap | None) -> str:
     """What keeps this process from running kernels on `device`, "" if nothing does."""
+    if heap is not None and heap.device != device:
+        return (
+            f"the heap that was given lives on {heap.device}, the tensors on {device}: make it for "
+            "their device"
+        )
     try:
         import triton
     except ImportError as error:

@@ -166,11 +166,9 @@ def choose_carrier(
     unfit = _unfit(op, problem)
     engine = None if unfit else runtime.device_engine(device)
     if isinstance(engine, DeviceEngine):
-        if engine.heap.device == device:
-            why = "backend='device' is asked" if backend == DEVICE else "plain states on GPUs"
-            return DeviceCarrier(engine, exchanger, exchanger.strategy, why)
-        unfit = f"the group's symmetric heap is on {engine.heap.device}, the tensors on {device}"
-    elif engine is not None:
+        why = "backend='device' is asked" if backend == DEVICE else "plain states on GPUs"
+        return DeviceCarrier(engine, exchanger, exchanger.strategy, why)
+    if engine is not None:
         unfit = str(engine)
     if backend == DEVICE:
         raise EngineRefused(f"{op.spec.name}: backend='device' cannot be had: {unfit}")

@@ -44,7 +44,7 @@ class GroupRuntime:
         self._layers = 0
         self._contexts = 0
         self._heap: SymmetricHeap | None = None
-        self._engine: DeviceEngine | EngineRefused | None = None
+        self._engines: dict[torch.device, DeviceEngine | EngineRefused] = {}
 
     def exchanger(self, strategy: str = "auto", node_size: int | None = None) -> StateExchanger:
         """The group's exchanger, set to a strategy; all of them share one order of operations."""
@@ -64,24 +64,27 @@ class GroupRuntime:
         self.timeout = timeout
         for exchanger in self._exchangers.values():
             exchanger.set_timeout(timeout)
-        if isinstance(self._engine, DeviceEngine):
-            self._engine.set_timeout(timeout)
+        for engine in self._opened():
+            engine.set_timeout(timeout)
 
     def device_engine(self, device: torch.device) -> DeviceEngine | EngineRefused:
-        """The group's device engine, or why there is none; collective at its first call.
-
-        A group has one, for the device of its first exchange.
-        """
-        if self._engine is None:
+        """The group's engine for this rank's device, or why there is none; collective at its first
+        call. A training run has one: its tensors stay on a device."""
+        found = self._engines.get(device)
+        if found is None:
             try:
-                self._engine = open_engine(self.exchanger(), device, self.timeout, self._heap)
+                found = open_engine(self.exchanger(), device, self.timeout, self._heap)
             except EngineRefused as refused:
-                self._engine = refused
-        return self._engine
+                found = refused
+            self._engines[device] = found
+        return found
+
+    def _opened(self) -> list[DeviceEngine]:
+        return [e for e in self._engines.values() if isinstance(e, DeviceEngine)]
 
     def use_heap(self, heap: SymmetricHeap) -> None:
         """Let the device engine work on this heap; before the first exchange."""
-        if self._engine is not None:
+        if self._engines:
             raise ShardingError(
                 "use_heap came after the group's first exchange by kernels; call it right after "
                 "the group is made, on all ranks"
@@ -95,13 +98,14 @@ class GroupRuntime:
 
     def check(self, *, always: bool = False) -> None:
         """Raise on every rank what went wrong in exchanges by kernels; see `DeviceEngine.check`."""
-        if isinstance(self._engine, DeviceEngine):
-            self._engine.check(always=always)
+        for engine in self._opened():
+            engine.check(always=always)
 
     def check_without_backward(self) -> None:
         """The same where no gradient was wanted, so that no backward pass will check."""
-        if isinstance(self._engine, DeviceEngine) and self._engine.no_backward:
-            self._engine.check()
+        for engine in self._opened():
+            if engine.no_backward:
+                engine.check()
 
     def guard(self, what: str) -> AbstractContextManager[None]:
         """Context in which an error is told to the other ranks of the group."""

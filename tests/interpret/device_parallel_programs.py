@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flexla_dist.comm.engines import DeviceEngine, EngineRefused
-from flexla_dist.comm.errors import ExchangeTimeout, RemoteRankError
+from flexla_dist.comm.errors import ExchangeTimeout, RankMismatch, RemoteRankError
 from flexla_dist.comm.heaps import HeapError
 from flexla_dist.errors import ShardingError
 from flexla_dist.layers import LayerConfig, LinearAttentionLayer, LinearAttentionModel, ModelConfig
@@ -240,6 +240,16 @@ def one_rank_without_interpreter(rank: int, size: int) -> str:
         with pytest.raises(EngineRefused) as found:
             module(own)
         SequenceParallelLA(layer(), group=group)(own)
+    return str(found.value)
+
+
+def other_backend(rank: int, size: int) -> str:
+    """Ranks that ask for different engines."""
+    group = dist.group.WORLD
+    backend = "device" if rank == 1 else "host"
+    module = SequenceParallelLA(layer(), group=group, backend=backend)
+    with sequence_context(group, lengths=LENGTHS[size]), pytest.raises(RankMismatch) as found:
+        module(shard_sequence(tokens(size, 1), group))
     return str(found.value)
 
 

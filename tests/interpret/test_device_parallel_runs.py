@@ -65,6 +65,11 @@ def test_all_ranks_refuse_what_one_cannot_do() -> None:
         assert "rank 1: the tensors are on the CPU" in text and "TRITON_INTERPRET=1" in text
 
 
+def test_ranks_that_ask_for_different_engines_are_told() -> None:
+    for text in run_ranks(programs.other_backend, 2, preload=PRELOAD):
+        assert "backend='host' on rank 0" in text and "backend='device' on rank 1" in text, text
+
+
 def test_late_rank_is_named_on_every_rank_and_the_next_step_is_right() -> None:
     for text, right in run_ranks(programs.late_rank, 3, preload=PRELOAD):
         assert "rank 1 did not come in time" in text, text
