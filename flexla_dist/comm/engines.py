@@ -21,10 +21,10 @@ from flexla_dist.comm.chooser.choose import Choice, choose
 from flexla_dist.comm.chooser.links import DEVICE
 from flexla_dist.comm.chooser.payload import Payload
 from flexla_dist.comm.element import Element, State, StateElement
-from flexla_dist.comm.errors import ExchangeError
+from flexla_dist.comm.errors import ExchangeError, ExchangeTimeout
 from flexla_dist.comm.exchange import StateExchanger
-from flexla_dist.comm.heaps import HeapError, SymmetricHeap, make_heap
-from flexla_dist.comm.lookout import Lookout, own_place
+from flexla_dist.comm.heaps import SymmetricHeap
+from flexla_dist.comm.lookout import Lookout
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from flexla_dist.comm.device_exchange import DeviceExchanger, Span
 
 LARGEST_SECONDS = 2**31 - 1
-
-
-class EngineRefused(HeapError, ShardingError):
-    """The device engine was asked for and cannot run here; every rank raises it."""
 
 
 @dataclass
@@ -63,7 +59,7 @@ class Arriving:
 
 @dataclass
 class DeviceEngine:
-    """Exchanges of one rank by kernels; `open_engine` makes it.
+    """Exchanges of one rank by kernels; `open_engine.open_engine` makes it.
 
     heap: of the group. lookout: notices ranks that fail or end. timeout: seconds of a wait.
     unchecked: exchanges happened since the last `check`; no_backward: some of them in calls that no
@@ -76,6 +72,7 @@ class DeviceEngine:
     unchecked: bool = field(default=False, init=False)
     no_backward: bool = field(default=False, init=False)
     _check_queued: int = field(default=-1, init=False)
+    _last_tag: Tag | None = field(default=None, init=False)
     _exchangers: dict[tuple, DeviceExchanger] = field(default_factory=dict, init=False)
     _choices: dict[tuple, Choice] = field(default_factory=dict, init=False)
     _side: Any = field(default=None, init=False)
@@ -121,6 +118,7 @@ class DeviceEngine:
         runs: ranks of every node. The current stream is not kept waiting before `Arriving.take`.
         """
         self.lookout.raise_error()
+        self._last_tag = tag
         exchanger = self._exchanger(strategy, tuple(runs))
         scan = partial(
             exchanger.suffix if reverse else exchanger.prefix, span, tuple(crossing), tag
@@ -180,10 +178,37 @@ class DeviceEngine:
                 exchanger.check()
             except ExchangeError as error:
                 failed.append((exchanger, error))
+        if not failed:
+            return
+        cause = self._first_cause(failed)
         for exchanger, _ in failed:
             exchanger.restart()  # all ranks are here: they were told the same
-        if failed:
-            raise failed[0][1]
+        raise cause
+
+    def _first_cause(self, failed: list[tuple[DeviceExchanger, ExchangeError]]) -> ExchangeError:
+        """Of waits that expired in several exchanges: who was late for all that followed."""
+        from flexla_dist.comm.device.record import describe, late_rank
+
+        said, records = [], []
+        name = self.lookout.name_of
+        for exchanger, error in failed:
+            if not isinstance(error, ExchangeTimeout):
+                return error
+            for workspace in exchanger.workspaces.values():
+                for reverse, direction in ((False, "prefix"), (True, "suffix")):
+                    if found := workspace.records(reverse):
+                        records += found
+                        said.append(describe(found, exchanger.strategy, direction, name))
+        if len(said) < 2:
+            return failed[0][1]
+        waiting = {record.rank for record in records}
+        blamed = [record.peer for record in records if record.peer not in waiting]
+        late = name(blamed[0] if blamed else late_rank(records))
+        return ExchangeTimeout(
+            f"{late} did not come in time ({self.timeout:g} s) to several exchanges (this rank's "
+            f"last one: {self._last_tag}):\n" + "\n".join(said) + "\nall ranks must make the same "
+            f"calls; if {late} only computed longer, raise timeout="
+        )
 
     def check_after_backward(self) -> None:
         """Check once, when the backward pass that runs now has ended."""
@@ -202,7 +227,7 @@ class DeviceEngine:
         self.timeout = seconds
         meeting = getattr(self.heap, "meeting", None)
         if meeting is not None:
-            meeting.timeout = max(meeting.timeout, _of_meetings(seconds))
+            meeting.timeout = max(meeting.timeout, seconds_to_meet(seconds))
 
     def capturing(self) -> bool:
         """Whether the current stream is captured into a CUDA graph."""
@@ -231,33 +256,7 @@ class DeviceEngine:
         return found
 
 
-def open_engine(
-    exchanger: StateExchanger,
-    device: torch.device,
-    timeout: float,
-    heap: SymmetricHeap | None = None,
-) -> DeviceEngine:
-    """The device engine of the exchanger's group for tensors on `device`; collective.
-
-    heap: to use instead of one that is made. EngineRefused, on every rank, names what is missing.
-    """
-    own = _missing(device, heap)
-    reasons = exchanger.gather_texts("whether kernels can run here", own)
-    for rank, reason in enumerate(reasons):
-        if reason:
-            raise EngineRefused(f"{exchanger.ranks.name(rank)}: {reason}")
-    if heap is None:
-        try:
-            heap = make_heap(exchanger.ranks.group, device, timeout=_of_meetings(timeout))
-        except HeapError as error:
-            raise EngineRefused(str(error)) from error
-    engine = DeviceEngine(heap, timeout)
-    places = exchanger.gather_texts("processes of the ranks", own_place())
-    engine.lookout = Lookout(exchanger.ranks, places, engine.stop_waits)
-    return engine
-
-
-def _of_meetings(timeout: float) -> float:
+def seconds_to_meet(timeout: float) -> float:
     """Seconds that ranks wait for each other to check: one may come as late as a wait lasts."""
     return 2 * timeout + 10.0
 
@@ -292,34 +291,6 @@ def _one_segment(span: Span) -> Element:
 def _first(states: State, reverse: bool) -> State:
     """What enters the segment that is first in the order of the scan."""
     return tuple(t[-1 if reverse else 0] for t in states)
-
-
-def _missing(device: torch.device, heap: SymmetricHeap | None) -> str:
-    """What keeps this process from running kernels on `device`, "" if nothing does."""
-    if heap is not None and heap.device != device:
-        return (
-            f"the heap that was given lives on {heap.device}, the tensors on {device}: make it for "
-            "their device"
-        )
-    try:
-        import triton
-    except ImportError as error:
-        return f"Triton cannot be imported ({error}): install triton, or use backend='host'"
-    interpreted = bool(triton.knobs.runtime.interpret)
-    if device.type == "cpu" and not interpreted:
-        return (
-            "the tensors are on the CPU, where kernels run only in Triton's interpreter: move them "
-            "to a GPU, use backend='host', or, for tests, set TRITON_INTERPRET=1 before Triton is "
-            "imported"
-        )
-    if device.type == "cuda" and interpreted:
-        return (
-            "the tensors are on a GPU and Triton's interpreter is on: unset TRITON_INTERPRET "
-            "before Triton is imported"
-        )
-    if device.type not in ("cpu", "cuda"):
-        return f"the tensors are on {device}, expected a CUDA device: use backend='host'"
-    return ""
 
 
 def _check_known(exchanger: DeviceExchanger, span: Span) -> None:

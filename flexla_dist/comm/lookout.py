@@ -43,6 +43,10 @@ class Lookout:
         self._thread: threading.Thread | None = None
         self.error: ExchangeError | None = None
 
+    def name_of(self, rank: int) -> str:
+        """A rank in messages."""
+        return self._ranks.name(rank)
+
     def start(self) -> None:
         """Look from now on."""
         if self._thread is None:

@@ -18,8 +18,9 @@ from flexla_dist.comm.chooser.choose import Choice
 from flexla_dist.comm.chooser.links import DEVICE, HOST
 from flexla_dist.comm.device.panels import LARGEST_DENSE
 from flexla_dist.comm.element import State
-from flexla_dist.comm.engines import Arriving, DeviceEngine, EngineRefused
+from flexla_dist.comm.engines import Arriving, DeviceEngine
 from flexla_dist.comm.exchange import StateExchanger
+from flexla_dist.comm.open_engine import EngineRefused
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.outgoing import Outgoing

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flexla_dist.comm.engines import DeviceEngine, EngineRefused, open_engine
+from flexla_dist.comm.engines import DeviceEngine
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.heaps import SymmetricHeap
+from flexla_dist.comm.open_engine import EngineRefused, open_engine
 from flexla_dist.comm.tag import outside_context
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.documents import Offsets

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from flexla_dist.comm.engines import DeviceEngine, EngineRefused
+from flexla_dist.comm.engines import DeviceEngine
 from flexla_dist.comm.errors import ExchangeTimeout, RankMismatch, RemoteRankError
 from flexla_dist.comm.heaps import HeapError
+from flexla_dist.comm.open_engine import EngineRefused
 from flexla_dist.errors import ShardingError
 from flexla_dist.layers import LayerConfig, LinearAttentionLayer, LinearAttentionModel, ModelConfig
 from flexla_dist.ops.op import compile
@@ -38,6 +39,7 @@ from ..unit.extra_specs import EXTRA_SPECS
 
 LENGTHS = {2: (20, 12), 3: (12, 4, 16)}
 WIDTH = 8
+LATE_SECONDS = 2.5
 
 
 def layer(variant: str = "simple_gla", device: str = "cpu") -> LinearAttentionLayer:
@@ -129,7 +131,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 def model(variant: str, conv_width: int, device: str) -> LinearAttentionModel:
     torch.manual_seed(0)
-    shape = {"width": 16, "heads": 2, "key_dim": 8, "value_dim": 8, "mlp_width": 24, "vocab": 20}
+    shape = {"width": 16, "heads": 1, "key_dim": 8, "value_dim": 8, "mlp_width": 24, "vocab": 20}
     config = ModelConfig(variant=variant, layers=2, conv_width=conv_width, **shape)
     return LinearAttentionModel(config).to(device)
 
@@ -290,8 +292,8 @@ def late_rank(rank: int, size: int, device: str = "cpu") -> tuple[str, bool]:
     """Rank 1 comes too late; what every rank is told, and whether the next steps are right."""
     net, late = two_layers(60.0, device)
     expected = step_of(net, size, device)
-    runtime_of(dist.group.WORLD).set_timeout(1.0)
-    late.action = (lambda: time.sleep(4.0)) if rank == 1 else None
+    runtime_of(dist.group.WORLD).set_timeout(LATE_SECONDS / 4)
+    late.action = (lambda: time.sleep(LATE_SECONDS)) if rank == 1 else None
     text = ""
     try:
         step_of(net, size, device)
@@ -314,8 +316,8 @@ def late_rank_without_gradients(rank: int, size: int) -> str:
             net(shard_sequence(x, group))
 
     forward()
-    runtime_of(group).set_timeout(1.0)
-    late.action = (lambda: time.sleep(4.0)) if rank == 0 else None
+    runtime_of(group).set_timeout(LATE_SECONDS / 4)
+    late.action = (lambda: time.sleep(LATE_SECONDS)) if rank == 0 else None
     with pytest.raises(ExchangeTimeout) as found:
         forward()
     check_exchanges(group)

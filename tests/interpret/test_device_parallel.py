@@ -15,6 +15,7 @@ from . import device_parallel_cases as cases
 from .device_parallel_cases import STRATEGIES, Case
 
 VARIANTS = variant_names()
+KINDS = ("linear_attn_normalized", "mamba2", "gla", "kda")  # two states; scalar, rows, dense M
 LENGTHS = {2: (21, 16), 3: (9, 20, 8), 4: (9, 0, 20, 8), 5: (0, 7, 9, 16, 0)}
 # Starts on cuts, a document that spans three ranks, one that is a whole shard, one of one token.
 PACKED = {
@@ -34,9 +35,10 @@ def check(size: int, chosen: list[Case]) -> None:
 
 
 def covering(size: int) -> list[Case]:
-    """Every variant once and every strategy about as often, shards of different lengths."""
-    turns = [STRATEGIES[(at + size) % 4] for at in range(len(VARIANTS))]
-    return [Case(n, turn, LENGTHS[size]) for n, turn in zip(VARIANTS, turns, strict=True)]
+    """Every variant on three ranks, one of every kind of M on two and four; strategies in turn."""
+    names = VARIANTS if size == 3 else KINDS
+    turns = [STRATEGIES[(at + size) % 4] for at in range(len(names))]
+    return [Case(n, turn, LENGTHS[size]) for n, turn in zip(names, turns, strict=True)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -44,7 +46,7 @@ def test_every_variant(size: int) -> None:
     check(size, covering(size))
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.long), 4])
 def test_packed_documents(size: int) -> None:
     names = ("simple_gla", "gla", "gated_delta_rule", "linear_attn_normalized")
     pairs = zip(names, STRATEGIES, strict=True)
