@@ -31,7 +31,7 @@ from flexla_dist.errors import ShardingError
 if TYPE_CHECKING:
     from flexla_dist.comm.device_exchange import DeviceExchanger, Span
 
-LARGEST_SECONDS = 2**31 - 1
+MOST_LOOKS = 2**31 - 1
 
 
 @dataclass
@@ -223,7 +223,7 @@ class DeviceEngine:
             exchanger.timeout = seconds
             for workspace in exchanger.workspaces.values():
                 looks = int(workspace.limit * seconds / self.timeout)
-                workspace.limit = min(max(64, looks), LARGEST_SECONDS)
+                workspace.limit = min(max(64, looks), MOST_LOOKS)
         self.timeout = seconds
         meeting = getattr(self.heap, "meeting", None)
         if meeting is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flexla_dist.comm.engines import DeviceEngine
+from flexla_dist.comm.engines import DeviceEngine, seconds_to_meet
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.heaps import HeapError, SymmetricHeap, make_heap
 from flexla_dist.comm.lookout import Lookout, own_place
@@ -32,7 +32,7 @@ def open_engine(
             raise EngineRefused(f"{exchanger.ranks.name(rank)}: {reason}")
     if heap is None:
         try:
-            heap = make_heap(exchanger.ranks.group, device, timeout=_of_meetings(timeout))
+            heap = make_heap(exchanger.ranks.group, device, timeout=seconds_to_meet(timeout))
         except HeapError as error:
             raise EngineRefused(str(error)) from error
     engine = DeviceEngine(heap, timeout)
