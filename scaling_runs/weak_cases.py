@@ -28,6 +28,7 @@ from scaling_runs.baselines import (
     get_system,
     sizes_of,
 )
+from scaling_runs.baselines.device import device_exchange
 from scaling_runs.baselines.node import ScanAttend
 from scaling_runs.baselines.shard import executor_of
 from scaling_runs.baselines.ulysses import HeadAttend, exchange_heads, exchange_tokens
@@ -121,8 +122,10 @@ class Case:
             return self._exchange_heads()
         if self.system.family != "ours":
             raise Refused(f"{self.system.name} has no exchange apart from its local pass")
-        strategy, settings = self.point.system, self.setup.settings
+        strategy, settings = self.system.strategy, self.setup.settings
         size = settings.node_size if strategy in ("auto", "hierarchical") else None
+        if self.system.engine == "device":
+            return device_exchange(self.setup.group, element, strategy, size)
         exchanger = runtime_of(self.setup.group).exchanger(strategy, size)
         crossing = (True,) * (self.sharding.ranks.size - 1)
         return lambda: exchanger.prefix(element, crossing, Tag(), zero)
@@ -174,53 +177,82 @@ def example_element(op: Any, given: CallInputs) -> Element:
 
 def check_system(point: Point, setup: Setup) -> float | None:
     """Largest error of outputs and gradients of a small call against the unsharded operator in
-    float64; None for a floor. On the CPU the call is float64, on a GPU of the point's dtype.
+    float64; None for a floor. On the CPU the call is float64, float32 where kernels carry the
+    states; on a GPU of the point's dtype.
 
     Raises CheckFailed on every rank where the error of any is out of bounds.
     """
     system = get_system(point.system)
     if not system.exact:
         return None
-    cpu = setup.device.type == "cpu"
-    dtype = torch.float64 if cpu else getattr(torch, point.dtype)
     size = dist.get_world_size(setup.group)
     lengths = tuple(
         CHECKED_TOKENS + (0 if point.system == "fla_cp" else 3 * r) for r in range(size)
     )
-    sharding = Sharding.of(setup.group, lengths)
-    op = compiled(point.variant)
-    attend = system.prepare(op, sharding, setup.settings)
-    heads = 1 if point.variant == "hgrn" else point.H
-    whole = make_inputs(
-        get_variant(point.variant),
-        batch=min(point.B, 2),
-        tokens=sum(lengths),
-        heads=heads,
-        value_heads=heads,
-        sizes={n: s if not cpu else min(s, 16) for n, s in point.sizes.items()},
-        dtype=dtype,
-        device=setup.device,
-        seed=3,
-    )
-    got, want = _sharded(attend, sharding, whole), _unsharded(op, whole)
-    bounds = SHARDED[dtype] if cpu else BOUNDS[dtype]
-    here = slice(sharding.offset, sharding.offset + sharding.tokens)
-    worst = 0.0
-    for name, value in got.items():
-        if name.removeprefix("d") in whole.params:
-            dist.all_reduce(value, group=setup.group)
-            expected = want[name]
-        else:
-            expected = want[name][:, here]
-        worst = max(worst, measure(value, expected).ratio / bounds.of(name))
+    comparison = Comparison(point, setup, lengths)
+    worst = max(comparison.errors(comparison.sharded()).values())
     found = torch.tensor([worst], dtype=torch.float64, device=setup.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=setup.group)
     if not float(found) <= 1.0:
         raise CheckFailed(
             f"{point.system} {point.variant} on {size} ranks: an error is {float(found):.3g} times "
-            f"its bound for {dtype} (output {bounds.output:g}); not timed"
+            f"its bound for {comparison.dtype} (output {comparison.bounds.output:g}); not timed"
         )
-    return float(found) * bounds.output
+    return float(found) * comparison.bounds.output
+
+
+class Comparison:
+    """A system's call on shards of these lengths beside the unsharded operator in float64.
+
+    want: the unsharded results, where another comparison of the same call has them.
+    """
+
+    def __init__(
+        self,
+        point: Point,
+        setup: Setup,
+        lengths: tuple[int, ...],
+        want: dict[str, Tensor] | None = None,
+    ) -> None:
+        cpu = setup.device.type == "cpu"
+        system, self.group = get_system(point.system), setup.group
+        double = cpu and system.engine != "device"
+        self.dtype = torch.float64 if double else getattr(torch, point.dtype)
+        self.bounds = SHARDED[self.dtype] if cpu else BOUNDS[self.dtype]
+        self.sharding = Sharding.of(setup.group, lengths)
+        op = compiled(point.variant)
+        self._attend = system.prepare(op, self.sharding, setup.settings)
+        heads = 1 if point.variant == "hgrn" else point.H
+        self._whole = make_inputs(
+            get_variant(point.variant),
+            batch=min(point.B, 2),
+            tokens=sum(lengths),
+            heads=heads,
+            value_heads=heads,
+            sizes={n: s if not cpu else min(s, 16) for n, s in point.sizes.items()},
+            dtype=self.dtype,
+            device=setup.device,
+            seed=3,
+        )
+        self.want = _unsharded(op, self._whole) if want is None else want
+
+    def sharded(self) -> dict[str, Tensor]:
+        """This rank's output and gradients; those of parameters are sums over the ranks."""
+        found = _sharded(self._attend, self.sharding, self._whole)
+        for name, value in found.items():
+            if name.removeprefix("d") in self._whole.params:
+                dist.all_reduce(value, group=self.group)
+        return found
+
+    def errors(self, got: dict[str, Tensor]) -> dict[str, float]:
+        """Of this rank's part, as multiples of their bounds."""
+        here = slice(self.sharding.offset, self.sharding.offset + self.sharding.tokens)
+        found = {}
+        for name, value in got.items():
+            whole = name.removeprefix("d") in self._whole.params
+            expected = self.want[name] if whole else self.want[name][:, here]
+            found[name] = measure(value, expected).ratio / self.bounds.of(name)
+        return found
 
 
 def _sharded(attend: Any, sharding: Sharding, whole: CallInputs) -> dict[str, Tensor]:

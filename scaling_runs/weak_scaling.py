@@ -23,7 +23,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from itertools import groupby
@@ -41,6 +42,7 @@ from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import MeshConfig, TrainConfig
 from flexla_dist.train.launch import LAUNCHERS, Ranks, detect_launcher, start
 from scaling_runs.baselines import Refused, Settings, Traffic, get_system
+from scaling_runs.baselines.device import checked_once
 from scaling_runs.machine import RESULTS
 from scaling_runs.model.calibrate import PhaseTimes, measure_links
 from scaling_runs.rows import format_table
@@ -143,7 +145,10 @@ class Program:
             folder, seconds = self.options.results, self.grid.seconds
             measure_links(self.provenance, self.ranks.device, seconds, folder, self._say)
         done = failed = 0
-        for _, group in groupby(points, key=lambda point: point.group):
+        turns: Callable[[Point], tuple] = lambda point: point.group  # noqa: E731
+        if self.grid.rounds == 1 and not self.grid.phases:
+            turns = lambda point: tuple(vars(point).values())  # noqa: E731
+        for _, group in groupby(points, key=turns):
             together = list(group)
             if self._out_of_time():
                 self._say(f"time is over: {len(points) - done} points left")
@@ -170,12 +175,21 @@ class Program:
                 if results is not None and number == 0:
                     results.put(point, "begun", {})
                 if self.ranks.rank < point.P and found[point].status == "ok":
-                    self._measure(point, found[point])
+                    self._measure_or_note(point, found[point], results)
                 self._everyone()
         if takes_part and results is not None:
             for ranks in {1, first.P}:
                 self.phases.keep(replace(first, P=ranks))
         return found
+
+    def _measure_or_note(self, point: Point, found: Measured, results: Results | None) -> None:
+        """One round of a point; what ends the program is noted where this rank can."""
+        try:
+            self._measure(point, found)
+        except Exception as why:
+            if results is not None:
+                results.put(point, "failed", {"note": short_text(why)})
+            raise
 
     def _sample_phases(self, point: Point) -> None:
         """Local parts on all ranks of the point beside each other, and on the first alone."""
@@ -222,8 +236,7 @@ class Program:
         except Exception as why:
             if point.system not in FOREIGN:
                 raise
-            text = " ".join(f"{type(why).__name__}: {why}".split())[:300]
-            found.status, found.values["note"] = "failed", text
+            found.status, found.values["note"] = "failed", short_text(why)
         finally:
             gc.collect()
             if self.ranks.device.type == "cuda":
@@ -254,16 +267,26 @@ class Program:
         else:
             case = Case(point, setup)
             call = case.call()
-            if not found.samples:
+            if not found.samples and case.system.engine != "device":
                 counted, formula = case.traffic()
                 received = self._same_bytes(point, clock, counted, formula)
                 found.values |= byte_columns(counted, formula, received)
         streaming = point.placement == "stream"
         take = clock.stream_samples if streaming else clock.barrier_samples
-        found.samples += take(call, seconds)
+        with self._checks(point, setup):
+            found.samples += take(call, seconds)
         peak = peak_mib(setup.device)
         if peak is not None:
             found.values["peak_mib"] = f"{peak:.0f}"
+
+    @staticmethod
+    def _checks(point: Point, setup: Setup) -> AbstractContextManager[None]:
+        """Calls of an operator alone leave the checks of their exchanges to the end."""
+        engine = get_system(point.system).engine
+        by_kernels = engine == "device" or (engine == "auto" and setup.device.type == "cuda")
+        if not by_kernels or point.placement == "step":
+            return nullcontext()
+        return checked_once(setup.group, setup.device)
 
     def _same_bytes(
         self, point: Point, clock: Clock, found: Traffic, expected: Traffic | None
@@ -299,6 +322,11 @@ class Program:
     def _say(self, text: str) -> None:
         if self.ranks.rank == 0:
             print(text, flush=True)
+
+
+def short_text(error: Exception) -> str:
+    """An error in one line for a row."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _nodes(world: int, node_size: int | None) -> tuple[int, ...]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flexla_dist.parallel import SequenceParallelOp
-from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT, runtime_of
+from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
 from flexla_dist.shapes import nearest
 from scaling_runs.baselines import formulas
+from scaling_runs.baselines.device import DEVICE_SUFFIX, OwnAttend
 from scaling_runs.baselines.fla_cp import FlaAttend, check_variant
 from scaling_runs.baselines.fold import fold_fused, fold_nested, fold_sum
 from scaling_runs.baselines.formulas import Formula
@@ -49,7 +49,8 @@ class System:
     """One way to run an operator on shards.
 
     family: "ours", "baseline" or "floor". exact: the output is that of the unsharded operator; a
-    floor's is not. formula: bytes of one direction, None where they depend on a choice.
+    floor's is not. formula: bytes of one direction, None where they depend on a choice or are not
+    counted. engine: "device" where kernels carry the states, "auto" where the package chooses.
     """
 
     name: str
@@ -59,6 +60,12 @@ class System:
     formula: Callable[[Settings], Formula] | None
     exact: bool = True
     check: Callable[[Any], None] = lambda op: None
+    engine: str = "host"
+
+    @property
+    def strategy(self) -> str:
+        """Of one of ours: the strategy's name, the same for both engines."""
+        return self.name.removesuffix(DEVICE_SUFFIX)
 
     def prepare(self, op: Any, sharding: Sharding, settings: Settings | None = None) -> Attend:
         """The operator on this rank's shard. Raises Refused where the system cannot run it."""
@@ -97,25 +104,17 @@ def _rows_alone(op: Any) -> None:
         )
 
 
-def _ours(strategy: str) -> Make:
+def _ours(strategy: str, backend: str = "host") -> Make:
     def make(op: Any, sharding: Sharding, settings: Settings) -> Attend:
-        ranks = sharding.ranks
-        sharded = SequenceParallelOp(
-            op,
-            group=ranks.group,
-            strategy=strategy,
-            node_size=settings.node_size if strategy in ("auto", "hierarchical") else None,
-            timeout=settings.timeout,
-        )
-
-        def attend(inputs: Values, params: Values, scalars: Mapping[str, float]) -> Tensor:
-            runtime_of(ranks.group).remember_lengths(sharding.lengths)
-            arguments: dict[str, Any] = {**inputs, **params, **scalars}
-            return sharded(**arguments)[0]
-
-        return attend
+        return OwnAttend(op, sharding, strategy, settings.node_size, settings.timeout, backend)
 
     return make
+
+
+def _by_kernels(strategy: str, title: str) -> System:
+    """A strategy of ours by the device engine."""
+    name = strategy + DEVICE_SUFFIX
+    return System(name, "ours", title, _ours(strategy, "device"), None, engine="device")
 
 
 def _lasp2_published(op: Any, sharding: Sharding, settings: Settings) -> Attend:
@@ -171,7 +170,18 @@ SYSTEMS: dict[str, System] = {
             _ours("all_gather"),
             lambda s: formulas.gather_of_messages,
         ),
-        System("auto", "ours", "the strategy that the package chooses", _ours("auto"), None),
+        _by_kernels("chain", "one state a hop, by kernels in symmetric memory"),
+        _by_kernels("log_scan", "recursive doubling, by kernels in symmetric memory"),
+        _by_kernels("hierarchical", "doubling, then a chain of nodes, by kernels"),
+        _by_kernels("all_gather", "every element to every rank, by kernels in symmetric memory"),
+        System(
+            "auto",
+            "ours",
+            "the engine and strategy that the package chooses",
+            _ours("auto", "auto"),
+            None,
+            engine="auto",
+        ),
         System(
             "lasp",
             "baseline",

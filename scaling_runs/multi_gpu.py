@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Everything that is measured on the GPUs of one host, step by step, inside ten minutes.
+
+    scaling_runs/multi_gpu.sh                        on a machine with 2, 4 or 8 GPUs
+    scaling_runs/multi_gpu.sh --rehearse             the same steps on CPU processes, tiny shapes
+    scaling_runs/multi_gpu.sh --only check,links --seconds 300 --commit abc1234
+
+Each step is a set of processes of its own with a time limit; one that fails, hangs or is late is
+ended, started again past the point that ended it while its time lasts, and the next step begins.
+Rows go to scaling_runs/results/multi_gpu_<gpu>.csv and weak_scaling_<gpu>.csv after every point, so
+that a second run goes on where the first was; logs to <results>/multi_gpu_logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from scaling_runs.machine import RESULTS, ROOT, Machine, describe_machine
+from scaling_runs.multi_gpu_ranks import Limits, Outcome, run_ranks, tail
+from scaling_runs.multi_gpu_rows import Rows
+from scaling_runs.multi_gpu_sizes import SIZES
+from scaling_runs.multi_gpu_summary import print_summary
+
+RESERVE = 6.0  # seconds kept for the summary
+LEAST = 12.0  # a step with less time than this is left out
+QUIET = {  # multicast over NVLink can disable a shared host
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """limit: seconds of all attempts together. stall: seconds without a row or an output after
+    which a step counts as hanging. attempts: how often it is started. soft: seconds before the
+    limit at which it begins nothing more. one_may_die: a rank is killed in it."""
+
+    name: str
+    limit: float
+    stall: float = 60.0
+    attempts: int = 1
+    soft: float = 8.0
+    one_may_die: bool = False
+
+
+STEPS = (
+    Step("compile", 90.0, stall=90.0),
+    Step("check", 110.0, stall=45.0, attempts=3),
+    Step("links", 40.0, stall=25.0, attempts=2),
+    Step("weak", 140.0, stall=40.0, attempts=3),
+    Step("long", 50.0, stall=40.0, attempts=2),
+    Step("train", 40.0, stall=40.0, attempts=2),
+    Step("killed_device", 30.0, one_may_die=True),
+    Step("killed_host", 30.0, one_may_die=True),
+    Step("check_nvshmem", 45.0, stall=45.0),
+    Step("weak_more", 600.0, stall=40.0, attempts=4),
+)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    names = [step.name for step in STEPS]
+    parser = argparse.ArgumentParser(
+        prog="multi_gpu.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rehearse", action="store_true", help="CPU processes, tiny shapes")
+    parser.add_argument("--short", action="store_true", help="with --rehearse: one case of each")
+    parser.add_argument("--ranks", type=int, help="default: all GPUs; 4 in a rehearsal")
+    parser.add_argument("--seconds", type=float, help="of the whole run; 570, 3000 in a rehearsal")
+    parser.add_argument("--only", default=",".join(names), help=f"steps of {', '.join(names)}")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
+    parser.add_argument("--copy", type=Path, help="copy the CSV files here after each step")
+    parser.add_argument("--commit", help="commit to note where there is no git history")
+    options = parser.parse_args(words)
+    options.steps = options.only.split(",")
+    unknown = [name for name in options.steps if name not in names]
+    if unknown:
+        parser.error(f"--only: {', '.join(unknown)} is not among {', '.join(names)}")
+    if options.short and not options.rehearse:
+        parser.error("--short goes with --rehearse")
+    if options.ranks is None:
+        options.ranks = 4 if options.rehearse else torch.cuda.device_count()
+    if options.ranks < 2:
+        parser.error(f"{options.ranks} ranks: it wants at least 2 GPUs, or --rehearse")
+    if not options.rehearse and options.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {options.ranks}: there are {torch.cuda.device_count()} GPUs")
+    if options.seconds is None:
+        options.seconds = 3000.0 if options.rehearse else 570.0
+    return options
+
+
+class Program:
+    """Runs the steps and keeps what they leave behind."""
+
+    def __init__(self, options: argparse.Namespace, machine: Machine) -> None:
+        self.options, self.machine = options, machine
+        self.begun = time.monotonic()
+        self.sizes = SIZES[
+            "full" if not options.rehearse else "short" if options.short else "rehearsal"
+        ]
+        carrier = "gloo" if options.rehearse else "cpu:gloo cuda:nccl"
+        self.rows = self._open(carrier)
+        self.logs = options.results / "multi_gpu_logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+
+    def _open(self, carrier: str) -> Rows:
+        options = self.options
+        return Rows(options.results, self.machine, options.ranks, self.sizes.name, carrier)
+
+    @property
+    def left(self) -> float:
+        """Seconds that steps may still take."""
+        return self.options.seconds - RESERVE - (time.monotonic() - self.begun)
+
+    def run(self) -> int:
+        """All steps; 1 where one has failed."""
+        bad = 0
+        for step in STEPS:
+            if step.name in self.options.steps:
+                bad += not self._step(step)
+                self._copy()
+        print_summary(self._open("").of_this_run(), self._weak_file(), self.options.ranks)
+        print(f"{time.monotonic() - self.begun:.0f} s; {self.rows.store.path}", flush=True)
+        self._copy()
+        return int(bad > 0)
+
+    def _step(self, step: Step) -> bool:
+        """One step, with its further attempts; True where it did what it can."""
+        limit = min(step.limit * (10.0 if self.options.rehearse else 1.0), self.left)
+        end, outcome = time.monotonic() + limit, Outcome("no time", 0.0, ())
+        for attempt in range(step.attempts):
+            remaining = end - time.monotonic()
+            if remaining < LEAST:
+                break
+            outcome = self._attempt(step, remaining)
+            print(f"[{step.name}] {outcome.status}, {outcome.seconds:.0f} s", flush=True)
+            if outcome.status == "ok":
+                break
+            self._tell(step, attempt)
+        if outcome.status == "no time":
+            print(f"[{step.name}] left out: no time", flush=True)
+        rows = self._open("")  # the step's ranks have written since
+        note = f"exit codes {' '.join(map(str, outcome.codes))}"
+        rows.put("step", outcome.status, quantity=step.name, value=outcome.seconds, unit="s",
+                 note=note)  # fmt: skip
+        return outcome.status in ("ok", "no time")
+
+    def _attempt(self, step: Step, remaining: float) -> Outcome:
+        options = self.options
+        soft = max(LEAST / 2, remaining - step.soft)
+        shared = ["--sizes", self.sizes.name, "--seconds", f"{soft:.0f}"]
+        logs = [self.logs / f"{step.name}.{rank}.log" for rank in range(options.ranks)]
+        limits = Limits(remaining, step.stall * (10.0 if options.rehearse else 1.0))
+        if step.name == "compile":
+            words = ["-m", "scaling_runs.multi_gpu_compile", *shared, "--ranks", str(options.ranks)]
+            return run_ranks(words, 1, self._environment(False), logs, limits, options.results)
+        with tempfile.TemporaryDirectory(prefix="multi_gpu_") as folder:
+            words = ["-m", "scaling_runs.multi_gpu_part", step.name, *shared]
+            words += ["--results", str(options.results), "--folder", folder]
+            words += ["--commit", self.machine.commit]
+            outcome = run_ranks(
+                words,
+                options.ranks,
+                self._environment(options.rehearse),
+                logs,
+                limits,
+                options.results,
+                step.one_may_die,
+            )
+            if step.one_may_die:
+                keep_killed(self._open(""), Path(folder), step.name, options.ranks)
+        return outcome
+
+    def _environment(self, interpret: bool) -> dict[str, str]:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths)}
+        found |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        found.pop("TRITON_INTERPRET", None)
+        return found | ({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if interpret else {})
+
+    def _tell(self, step: Step, attempt: int) -> None:
+        """What the ranks of a step that did not end well said last."""
+        for rank in range(self.options.ranks):
+            text = tail(self.logs / f"{step.name}.{rank}.log").strip().splitlines()[-6:]
+            print(f"  rank {rank}, attempt {attempt + 1}: " + "\n    ".join(text), flush=True)
+
+    def _weak_file(self) -> Path:
+        return self.options.results / f"weak_scaling_{self.machine.slug}.csv"
+
+    def _copy(self) -> None:
+        if self.options.copy is None:
+            return
+        self.options.copy.mkdir(parents=True, exist_ok=True)
+        for path in (self.rows.store.path, self._weak_file()):
+            if path.exists():
+                shutil.copy(path, self.options.copy)
+
+
+def keep_killed(rows: Rows, folder: Path, step: str, ranks: int) -> None:
+    """A row of what the ranks left behind that were not killed."""
+    found: dict[str, dict] = {
+        path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")
+    }
+    engine = step.removeprefix("killed_")
+    name = {"engine": engine, "quantity": "seconds to the error on the others"}
+    dead = found.pop("killed", None)
+    if dead is None:
+        said = next((str(entry["error"]) for entry in found.values()), "no rank was killed")
+        rows.put("killed", "refused" if found else "failed", **name, note=said)
+        return
+    seconds = {rank: entry["at"] - dead["at"] for rank, entry in found.items()}
+    heard = [entry for entry in found.values() if "RemoteRankError" in entry["error"]]
+    others = list(seconds.values())
+    columns: Mapping[str, object] = {
+        "value": max(others, default=""),
+        "unit": "s",
+        "first": seconds.get("rank0", ""),
+        "last": seconds.get(f"rank{ranks - 1}", ""),
+        "note": f"{len(heard)} of {ranks - 1} others raised RemoteRankError; "
+        + next((str(entry["error"]) for entry in found.values()), "")[:200],
+    }
+    rows.put("killed", "ok" if len(heard) == ranks - 1 else "wrong", **name, **columns)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the steps that the options name."""
+    options = parse(words)
+    machine = describe_machine(options.commit)
+    if options.rehearse:
+        machine = replace(machine, gpu="cpu")
+    return Program(options, machine).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

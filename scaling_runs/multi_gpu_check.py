@@ -1,0 +1,116 @@
+"""Step 1: every variant and strategy by both engines, forward and backward, on all ranks.
+
+A small call on shards of unequal lengths is compared with the unsharded operator in float64 on one
+device: output and all gradients, on every rank. It runs twice, and must give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexla_dist.comm.heaps import HeapError, make_heap
+from flexla_dist.parallel import check_exchanges, use_heap
+from scaling_runs.baselines import Refused, get_system
+from scaling_runs.weak_cases import Comparison
+from scaling_runs.weak_grid import CallShape, Point
+from scaling_runs.weak_scaling import short_text
+
+if TYPE_CHECKING:
+    from scaling_runs.multi_gpu_part import Part
+
+Found = tuple[float, bool]
+
+
+def check(part: Part) -> int:
+    """All systems of ours; what was wrong is in the rows and in the status."""
+    return _check(part, "check", ("device", "host"))
+
+
+def check_nvshmem(part: Part) -> int:
+    """The device engine over NVSHMEM's memory, where that can be had."""
+    name = {"engine": "device", "quantity": "nvshmem heap"}
+    try:
+        heap = make_heap(part.group, part.ranks.device, "nvshmem", timeout=part.sizes.timeout)
+    except HeapError as why:
+        part.put("check_nvshmem", "refused", **name, note=short_text(why))
+        return 0
+    use_heap(part.group, heap)
+    part.put("check_nvshmem", "ok", **name, note=f"dialect {heap.dialect}")
+    return _check(part, "check_nvshmem", ("device",))
+
+
+def _check(part: Part, step: str, engines: tuple[str, ...]) -> int:
+    wrong = 0
+    for variant in part.sizes.checked:
+        want: dict[torch.dtype, dict[str, Tensor]] = {}
+        for engine in engines:
+            for strategy in part.sizes.strategies:
+                name = {"engine": engine, "strategy": strategy, "variant": variant}
+                if part.to_do(step, **name):
+                    wrong += not _case(part, step, name, want)
+    return int(wrong > 0)
+
+
+def _case(
+    part: Part, step: str, name: dict[str, str], want: dict[torch.dtype, dict[str, Tensor]]
+) -> bool:
+    """One comparison; False where it is wrong."""
+    try:
+        worst, same = _errors(part, name, want)
+    except Refused as why:
+        part.put(step, "refused", **name, note=short_text(why))
+        return True
+    except Exception as why:
+        part.put(step, "failed", **name, note=short_text(why))
+        raise
+    errors, bits = part.gathered(worst), part.gathered(float(same))
+    good = max(errors) <= 1.0 and all(bits)
+    note = "output and gradients; the same bits twice" if all(bits) else "BITS DIFFER"
+    part.put(
+        step,
+        "ok" if good else "wrong",
+        **name,
+        value=max(errors),
+        unit="of its bound",
+        bound=1.0,
+        first=errors[0],
+        middle=errors[len(errors) // 2],
+        last=errors[-1],
+        note=note,
+    )
+    return good
+
+
+def _errors(part: Part, name: dict[str, str], want: dict[torch.dtype, dict[str, Tensor]]) -> Found:
+    """This rank's largest error as a multiple of its bound, and whether bits repeat."""
+    point = _point(part, name)
+    lengths = tuple(part.sizes.check_tokens + 3 * rank for rank in range(point.P))
+    host = get_system(point.system).engine != "device" and part.ranks.device.type == "cpu"
+    dtype = torch.float64 if host else getattr(torch, point.dtype)
+    comparison = Comparison(point, part.setup, lengths, want.get(dtype))
+    want[dtype] = comparison.want
+    first, again = comparison.sharded(), comparison.sharded()
+    if name["engine"] == "device":
+        check_exchanges(part.group)
+    same = all(torch.equal(a, again[n]) for n, a in first.items())
+    return max(comparison.errors(first).values()), same
+
+
+def _point(part: Part, name: dict[str, str]) -> Point:
+    sizes, world = part.sizes, part.ranks.world
+    system = name["strategy"] + ("_device" if name["engine"] == "device" else "")
+    return Point(
+        system=system,
+        variant=name["variant"],
+        mode="weak",
+        placement="barrier",
+        direction="fwdbwd",
+        P=world,
+        T=sizes.check_tokens,
+        total=sizes.check_tokens * world,
+        **vars(CallShape.parse(sizes.shape)),
+        dtype=sizes.dtype,
+    )

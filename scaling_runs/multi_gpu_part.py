@@ -1,0 +1,154 @@
+"""One rank of one step of `multi_gpu.sh`; `multi_gpu.py` starts it on every rank."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flexla_dist.comm import nodes_of_size
+from flexla_dist.train.config import MeshConfig, TrainConfig
+from flexla_dist.train.launch import Ranks, start
+from scaling_runs import multi_gpu_check, multi_gpu_links, multi_gpu_train, weak_scaling
+from scaling_runs.baselines import Settings
+from scaling_runs.machine import describe_machine
+from scaling_runs.multi_gpu_rows import Rows
+from scaling_runs.multi_gpu_sizes import SIZES, Sizes, Stages
+from scaling_runs.weak_cases import Setup
+
+
+@dataclass
+class Part:
+    """This rank's part in a step.
+
+    rows: kept by the first rank, None on the others. begun: on the clock of `time.perf_counter`.
+    """
+
+    options: argparse.Namespace
+    sizes: Sizes
+    ranks: Ranks
+    rows: Rows | None
+    begun: float
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks."""
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    @property
+    def setup(self) -> Setup:
+        """As the systems take it."""
+        size, world = self.sizes.node_size(self.ranks.world), self.ranks.world
+        settings = Settings(node_size=size, timeout=self.sizes.timeout)
+        return Setup(self.group, self.ranks.device, settings, nodes_of_size(world, size or world))
+
+    def agreed(self, flag: bool) -> bool:
+        """What the first rank says."""
+        found = torch.tensor([float(flag)])
+        dist.broadcast(found, src=0)
+        return bool(found)
+
+    def to_do(self, step: str, **name: object) -> bool:
+        """Whether a row is to be measured: there is time, and no row of this commit. Notes that it
+        was begun. Collective."""
+        wanted = self.rows is not None and not self.rows.known(step, **name)
+        late = time.perf_counter() - self.begun > self.options.seconds
+        if not self.agreed(wanted and not late):
+            return False
+        self.put(step, "begun", **name)
+        return True
+
+    def put(self, step: str, status: str, **columns: object) -> None:
+        """Keep and show a row, on the first rank."""
+        if self.rows is None:
+            return
+        row = self.rows.put(step, status, **columns)
+        if status != "begun":
+            shown = (*("engine", "strategy", "variant", "quantity", "bytes"), "value", "unit")
+            text = " ".join(row[name] for name in (*shown, "status", "note") if row[name])
+            print(f"{step}: {text}", flush=True)
+
+    def gathered(self, value: float) -> list[float]:
+        """A number of every rank."""
+        found = torch.zeros(self.ranks.world, dtype=torch.float64)
+        found[self.ranks.rank] = value
+        dist.all_reduce(found)
+        return found.tolist()
+
+
+def weak(part: Part, stages: Stages) -> int:
+    """Points of the weak grid; rows go to the file of `weak_scaling.py`."""
+    words = ["--results", str(part.options.results), "--time-limit", str(part.options.seconds)]
+    words += ["--launcher", "torchrun"]
+    if part.options.commit:
+        words += ["--commit", part.options.commit]
+    return weak_scaling.Program(stages, weak_scaling.parse(words), part.ranks).run()
+
+
+STEPS: dict[str, Callable[[Part], int]] = {
+    "check": multi_gpu_check.check,
+    "check_nvshmem": multi_gpu_check.check_nvshmem,
+    "links": multi_gpu_links.links,
+    "weak": lambda part: weak(part, part.sizes.weak(part.ranks.world)),
+    "weak_more": lambda part: weak(part, part.sizes.weak_more(part.ranks.world)),
+    "long": lambda part: weak(part, part.sizes.long(part.ranks.world)),
+    "train": multi_gpu_train.train,
+    "killed_device": lambda part: multi_gpu_train.killed(part, "device"),
+    "killed_host": lambda part: multi_gpu_train.killed(part, "host"),
+}
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=tuple(STEPS))
+    parser.add_argument("--sizes", choices=tuple(SIZES), default="full")
+    parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing after these")
+    parser.add_argument("--results", type=Path, required=True, help="folder of the CSV files")
+    parser.add_argument("--folder", type=Path, required=True, help="for what ranks leave behind")
+    parser.add_argument("--commit", help="commit to note where there is no git history")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Join the ranks and run the step."""
+    begun = time.perf_counter()
+    options = parse(words)
+    sizes = SIZES[options.sizes]
+    torch.set_num_threads(1)
+    config = TrainConfig(
+        device=sizes.device, threads=1, launcher="torchrun", mesh=MeshConfig(timeout=600.0)
+    )
+    ranks = start(config)
+    rows = None
+    if ranks.rank == 0:
+        machine = describe_machine(options.commit)
+        carrier = dist.get_backend_config().replace(",", " ")
+        rows = Rows(options.results, machine, ranks.world, sizes.name, carrier)
+    part = Part(options, sizes, ranks, rows, begun)
+    return STEPS[options.step](part)
+
+
+def run() -> None:
+    """End this process with the step's status, whatever its device still waits for."""
+    code = 1
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # destructors of communicators wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,190 @@
+"""What `multi_gpu.sh` measures: sizes of a real run and of its rehearsals on CPU processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from flexla_dist.spec.variants import variant_names
+from scaling_runs.weak_grid import Grid, Point
+
+STRATEGIES = ("chain", "log_scan", "hierarchical", "all_gather")
+HOST = STRATEGIES
+DEVICE = tuple(f"{name}_device" for name in STRATEGIES)
+OTHERS = ("lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp")
+IDEALS = ("ideal_same_plan", "ideal_best")
+EVERY = (*DEVICE, *HOST, "auto", *OTHERS, *IDEALS)
+FEW = ("chain_device", "log_scan_device", "chain", "lasp2", "fla_cp", *IDEALS)
+
+
+@dataclass(frozen=True)
+class Stages(Grid):
+    """Several grids one after another; settings are those of this one."""
+
+    parts: tuple[Grid, ...] = ()
+
+    def points(self) -> list[Point]:
+        """Points of all parts in order, each once."""
+        return list(dict.fromkeys(point for part in self.parts for point in part.points()))
+
+    @classmethod
+    def of(cls, parts: tuple[Grid, ...]) -> Stages:
+        """Settings are those of the first part; groups are made for the ranks of all."""
+        shared = {item.name: getattr(parts[0], item.name) for item in fields(Grid)}
+        ranks = tuple(sorted({n for part in parts for n in part.ranks}))
+        return cls(**{**shared, "ranks": ranks}, parts=tuple(part.checked() for part in parts))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of all steps of a run.
+
+    compiled: variants whose kernels are made ahead. checked: variants that are compared; shape:
+    BxHxKxV of that and of the weak grid's first part. check_tokens: of the first rank, each further
+    one has 3 more. timed: variants of the weak grid, `more_timed` come later. wide: its shape with
+    several rows. link_heads: sizes of the states of the link test, in heads of K x K.
+    trained: variants of the training step. seconds: of timed calls a point.
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    compiled: tuple[str, ...]
+    checked: tuple[str, ...]
+    strategies: tuple[str, ...]
+    shape: str
+    wide: str
+    check_tokens: int
+    timed: tuple[str, ...]
+    more_timed: tuple[str, ...]
+    long_tokens: int
+    tokens: tuple[int, int]
+    systems: tuple[str, ...]
+    few: tuple[str, ...]
+    link_heads: tuple[int, ...]
+    trained: tuple[str, ...]
+    train_tokens: int
+    train_heads: int
+    train_dim: int
+    train_steps: int
+    seconds: float
+    timeout: float
+
+    def node_size(self, ranks: int) -> int | None:
+        """Ranks that count as a node for the hierarchical strategy: two nodes where that makes a
+        difference to doubling."""
+        return ranks // 2 if ranks >= 4 and ranks % 2 == 0 else None
+
+    def grid(self, world: int, **changes: object) -> Grid:
+        """A grid with this run's settings, on all ranks of the world."""
+        base = Grid(
+            systems=self.systems,
+            variants=self.timed,
+            ranks=(world,),
+            tokens_per_rank=(self.tokens[1],),
+            shapes=(self.wide, self.shape),
+            dtype=self.dtype,
+            placements=("barrier",),
+            seconds=self.seconds,
+            node_size=self.node_size(world),
+            timeout=self.timeout,
+        )
+        return replace(base, **changes)  # type: ignore[arg-type]
+
+    def weak(self, ranks: int) -> Stages:
+        """The main comparison on all ranks: the longer shards."""
+        return Stages.of((self.grid(ranks),))
+
+    def weak_more(self, ranks: int) -> Stages:
+        """Shorter shards, fewer ranks with few systems, and more variants."""
+        fewer = tuple(n for n in (4, 2) if n < ranks)
+        both = self.tokens[::-1]
+        first = (self.grid(ranks, shapes=(self.wide,), tokens_per_rank=(self.tokens[0],)),)
+        less = tuple(self.grid(ranks, ranks=(n,), systems=self.few) for n in fewer)
+        alone = self.grid(ranks, ranks=(1,), systems=("ideal_best",), tokens_per_rank=both)
+        other = self.grid(ranks, variants=self.more_timed, systems=self.few)
+        short = tuple(
+            self.grid(
+                ranks,
+                ranks=(n,),
+                systems=self.few,
+                shapes=(self.wide,),
+                tokens_per_rank=(self.tokens[0],),
+            )
+            for n in fewer
+        )
+        return Stages.of((*first, *less, alone, other, *short))
+
+    def long(self, ranks: int) -> Stages:
+        """One long sequence over all ranks."""
+        grid = self.grid(
+            ranks,
+            modes=("strong",),
+            total_tokens=(self.long_tokens,),
+            variants=("gated_delta_rule",),
+            shapes=(self.shape,),
+        )
+        return Stages.of((grid,))
+
+
+FULL = Sizes(
+    name="full",
+    device="cuda",
+    dtype="bfloat16",
+    compiled=variant_names(),
+    checked=variant_names(),
+    strategies=STRATEGIES,
+    shape="1x32x128x128",
+    wide="4x32x128x128",
+    check_tokens=520,
+    timed=("gated_delta_rule", "simple_gla"),
+    more_timed=("gla", "kda"),
+    long_tokens=262144,
+    tokens=(8192, 32768),
+    systems=EVERY,
+    few=FEW,
+    link_heads=(1, 8, 32, 128),
+    trained=("gated_delta_rule", "simple_gla"),
+    train_tokens=4096,
+    train_heads=4,
+    train_dim=64,
+    train_steps=20,
+    seconds=0.25,
+    timeout=20.0,
+)
+REHEARSAL = replace(
+    FULL,
+    name="rehearsal",
+    device="cpu",
+    dtype="float32",
+    compiled=("linear_attn",),
+    checked=("linear_attn", "simple_gla", "gla", "gated_delta_rule"),
+    shape="1x2x8x8",
+    wide="2x2x8x8",
+    check_tokens=20,
+    more_timed=("gla",),
+    long_tokens=64,
+    tokens=(16, 32),
+    systems=(*DEVICE, *HOST, "lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp", *IDEALS),
+    link_heads=(1, 2),
+    train_tokens=48,
+    train_heads=2,
+    train_dim=8,
+    seconds=0.01,
+    timeout=60.0,
+)
+SHORT = replace(
+    REHEARSAL,
+    name="short",
+    compiled=(),
+    checked=("simple_gla",),
+    strategies=("chain",),
+    timed=("simple_gla",),
+    more_timed=(),
+    systems=("chain_device", "chain", "ideal_same_plan"),
+    few=("chain_device", "chain"),
+    link_heads=(1,),
+    trained=("simple_gla",),
+    train_steps=3,
+)
+SIZES = {sizes.name: sizes for sizes in (FULL, REHEARSAL, SHORT)}

@@ -1,0 +1,192 @@
+"""Steps 5 and 6: training that equals one GPU, and how soon ranks hear that one was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from flexla_dist.comm.open_engine import EngineRefused
+from flexla_dist.layers import LinearAttentionModel, ModelConfig
+from flexla_dist.parallel import (
+    parallelize_sequence,
+    sequence_context,
+    sequence_loss,
+    shard_sequence,
+    shift_labels,
+)
+from flexla_dist.parallel.runtime import runtime_of
+from scaling_runs.weak_scaling import short_text
+
+if TYPE_CHECKING:
+    from scaling_runs.multi_gpu_part import Part
+
+VOCABULARY = 32
+RATE = 0.3
+BOUNDS = {"cuda": 1e-3, "cpu": 1e-5}
+QUIET_STEPS = 3  # before a rank is killed
+KILLED = "killed.json"
+
+
+def make_model(part: Part, variant: str) -> LinearAttentionModel:
+    """Two layers with the same numbers on every rank."""
+    sizes = part.sizes
+    width = sizes.train_heads * sizes.train_dim
+    torch.manual_seed(0)
+    config = ModelConfig(
+        variant=variant,
+        layers=2,
+        width=width,
+        heads=sizes.train_heads,
+        key_dim=sizes.train_dim,
+        value_dim=sizes.train_dim,
+        mlp_width=2 * width,
+        vocab=VOCABULARY,
+        conv_width=4,
+    )
+    return LinearAttentionModel(config).to(part.ranks.device)
+
+
+def make_batch(part: Part, step: int) -> tuple[Tensor, Tensor]:
+    """Ids whose next token follows from the last one, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, VOCABULARY, (1, 1), generator=generator)
+    ids = (start + 3 * torch.arange(part.sizes.train_tokens)) % VOCABULARY
+    return ids.to(part.ranks.device), shift_labels(ids).to(part.ranks.device)
+
+
+def train(part: Part) -> int:
+    """Losses and parameters after the steps, against those of one device."""
+    wrong = 0
+    for variant in part.sizes.trained:
+        for engine in ("device", "host"):
+            name = {"engine": engine, "variant": variant, "quantity": "difference to one GPU"}
+            if part.to_do("train", **name):
+                wrong += not _train_both(part, name)
+    return int(wrong > 0)
+
+
+def _train_both(part: Part, name: dict[str, str]) -> bool:
+    try:
+        losses, parameters = train_shards(part, name["variant"], name["engine"])
+    except EngineRefused as why:
+        part.put("train", "refused", **name, note=short_text(why))
+        return True
+    except Exception as why:
+        part.put("train", "failed", **name, note=short_text(why))
+        raise
+    expected, others = train_whole(part, name["variant"])
+    gaps = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    apart = [relative(p, q) for p, q in zip(parameters, others, strict=True)]
+    worst = part.gathered(max(*gaps, *apart))
+    bound = BOUNDS[part.ranks.device.type]
+    good = max(worst) <= bound
+    part.put(
+        "train",
+        "ok" if good else "wrong",
+        **name,
+        value=max(worst),
+        unit="relative",
+        bound=bound,
+        first=worst[0],
+        middle=worst[len(worst) // 2],
+        last=worst[-1],
+        note=f"{len(losses)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}",
+    )
+    return good
+
+
+def train_whole(part: Part, variant: str) -> tuple[list[float], list[Tensor]]:
+    """Losses and parameters of one device, which has the whole sequence."""
+    model = make_model(part, variant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(part.sizes.train_steps):
+        ids, labels = make_batch(part, step)
+        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def train_shards(part: Part, variant: str, engine: str) -> tuple[list[float], list[Tensor]]:
+    """The same on shards."""
+    group, world = part.group, part.ranks.world
+    model = parallelize_sequence(make_model(part, variant), group=group, backend=engine)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    losses = []
+    for step in range(part.sizes.train_steps):
+        loss = training_step(part, model, step)
+        for p in model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                p.grad /= world
+        optimizer.step()
+        total = loss / world
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return losses, [p.detach() for p in model.parameters()]
+
+
+def training_step(part: Part, model: torch.nn.Module, step: int) -> Tensor:
+    """Forward and backward of this rank's shard; its part of the loss."""
+    group = part.group
+    ids, labels = make_batch(part, step)
+    model.zero_grad()
+    with sequence_context(group, step=step):
+        logits = model(shard_sequence(ids, group))
+        loss = sequence_loss(logits, shard_sequence(labels, group), group)
+        loss.backward()
+    return loss.detach()
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((got - want).norm() / want.norm().clamp(min=1e-12))
+
+
+def killed(part: Part, engine: str) -> int:
+    """The middle rank is killed between two steps; every other rank leaves a file with the seconds
+    after which it raised, and with what. `multi_gpu.py` reads them, as the group is broken."""
+    rank, world = part.ranks.rank, part.ranks.world
+    model = make_model(part, part.sizes.trained[0])
+    parallelize_sequence(model, group=part.group, backend=engine)
+    runtime_of(part.group).set_timeout(60.0)  # much longer than a rank needs to notice
+    try:
+        for step in range(QUIET_STEPS):
+            training_step(part, model, step)
+    except EngineRefused as why:
+        if rank == 0:
+            _leave(part, f"rank{rank}.json", {"error": short_text(why)})
+        return 0
+    dist.barrier()
+    if rank == world // 2:
+        _leave(part, KILLED, {"at": time.time(), "rank": rank})
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = "nothing was raised"
+    try:
+        training_step(part, model, QUIET_STEPS)
+        if part.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+    except Exception as why:
+        said = short_text(why)
+    _leave(part, f"rank{rank}.json", {"at": time.time(), "error": said})
+    if rank == 0:
+        time.sleep(3.0)  # this process holds the store, by which the others hear
+    return 0
+
+
+def _leave(part: Part, name: str, content: dict[str, object]) -> None:
+    path = part.options.folder / name
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
