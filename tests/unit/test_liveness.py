@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from torch import fx
 
+from flexla_dist.compiler.chunk_kernels import MAX_ALIVE, SMALL_PRODUCTS
 from flexla_dist.compiler.executor.triton_executor import TritonExecutor
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Builder, Cell
+from flexla_dist.compiler.kernels import Kernel
 from flexla_dist.compiler.kinds import HEAVY, SUMS, VECTOR_SUMS
 from flexla_dist.compiler.liveness import emission_order, held_values, most_alive
 from flexla_dist.compiler.pipeline import compile_graphs
-from flexla_dist.compiler.schedule import MAX_ALIVE, SMALL_PRODUCTS, Kernel
 from flexla_dist.spec.variants import get_variant
 
 NAMES = ("linear_attn", "simple_gla", "mamba2", "gla", "gated_delta_rule", "kda", "hgrn")

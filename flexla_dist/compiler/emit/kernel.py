@@ -19,9 +19,9 @@ from flexla_dist.compiler.emit.expressions import Expressions, value_name
 from flexla_dist.compiler.emit.tiles import Tile, along, index_name, shape_text
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.kernels import LOOPS, Kernel, Schedule, buffer_name
 from flexla_dist.compiler.liveness import emission_order, held_values
 from flexla_dist.compiler.passes.padding import is_valid_mask
-from flexla_dist.compiler.schedule import LOOPS, Kernel, Schedule, buffer_name
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 

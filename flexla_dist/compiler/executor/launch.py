@@ -13,8 +13,8 @@ from torch import fx
 
 from flexla_dist.compiler.executor.problem import Outline
 from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.kernels import LOOPS, Kernel, Schedule
 from flexla_dist.compiler.kinds import HEAVY, VECTOR_SUMS
-from flexla_dist.compiler.schedule import LOOPS, Kernel, Schedule
 from flexla_dist.errors import ExecutorError
 from flexla_dist.shapes import UNIT_DIM
 

@@ -20,8 +20,8 @@ from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.rooms import Event, Room, Rooms, place_of
 from flexla_dist.compiler.executor.segments import Segments, cut
 from flexla_dist.compiler.executor.triton_run import Step
+from flexla_dist.compiler.kernels import LOOPS, Kernel, buffer_name
 from flexla_dist.compiler.pipeline import GRAD_OUTPUT
-from flexla_dist.compiler.schedule import LOOPS, Kernel
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 
 if TYPE_CHECKING:
@@ -142,8 +142,15 @@ class LaunchPlanner:
             self.memory[f"leave_{kind}_{name}_ptr"] = leaving
 
     def _add_saved(self, saved: Sequence[Tensor]) -> None:
+        """States entering the segments and M of each, if any, then values of the chunks."""
+        kept = self.executor.kept
+        if not saved:
+            return
         rows = None if self.segments is None else self.segments.count
-        found = [self.rooms.argument(x, rows) for x in saved]
+        first = len(saved) - len(kept)
+        found = [self.rooms.argument(x, rows) for x in saved[:first]]
+        for x, (_, node) in zip(saved[first:], kept, strict=True):
+            self.memory[f"{buffer_name(node)}_ptr"] = self.rooms.argument(x, self.num_chunks)
         if self.segments is None or not found:
             return
         names, mapped = self.executor.state_names, self.executor.mapped_states
@@ -288,7 +295,10 @@ class LaunchPlanner:
                 self._new_gradient(name, target, sliced)
             else:
                 kind = launching.value_dtype(name, node, self.gates, dtype)
-                self.memory[f"{name}_ptr"] = Room((sliced, *self._block_shape(node)), kind)
+                shape = self._block_shape(node)
+                if not self.forward or all(node is not mine for mine, _ in self.executor.kept):
+                    shape = (sliced, *shape)
+                self.memory[f"{name}_ptr"] = Room(shape, kind)
 
     def _new_gradient(self, name: str, target: str, sliced: int) -> None:
         x = self.problem.inputs[target]

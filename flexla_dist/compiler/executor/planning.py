@@ -22,6 +22,7 @@ from flexla_dist.compiler.executor import triton_run as running
 from flexla_dist.compiler.executor.planned_launches import LaunchPlanner
 from flexla_dist.compiler.executor.rooms import Event, Room, place_of
 from flexla_dist.compiler.executor.triton_run import Plan, Step
+from flexla_dist.compiler.kernels import buffer_name
 from flexla_dist.shapes import UNIT_DIM
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Planner(LaunchPlanner):
             self.results |= {f"leave_{n}": self.memory[f"leave_state_{n}_ptr"] for n in names}
             self.results |= {f"enter_{n}": found.states[n] for n in names if n in found.states}
             self.results |= {f"map_{n}": found.maps[n] for n in names if n in found.maps}
+            for node, _ in self.executor.kept if self.num_chunks else ():
+                self.results[buffer_name(node)] = self.memory[f"{buffer_name(node)}_ptr"]
             return
         self.results |= {f"grad_enter_{n}": self.memory[f"leave_grad_next_{n}_ptr"] for n in names}
         for name, x in self.problem.inputs.items():

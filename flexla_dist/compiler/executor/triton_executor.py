@@ -32,14 +32,10 @@ from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
 from flexla_dist.compiler.executor.triton_run import Plan, Run, run
+from flexla_dist.compiler.kernels import Kernel, Schedule, buffer_name
 from flexla_dist.compiler.pipeline import Graphs
-from flexla_dist.compiler.schedule import (
-    Kernel,
-    Schedule,
-    can_fuse,
-    schedule_backward,
-    schedule_forward,
-)
+from flexla_dist.compiler.schedule import can_fuse, schedule_backward, schedule_forward
+from flexla_dist.compiler.shared_values import shared_values
 from flexla_dist.errors import ExecutorError
 
 States = tuple[Tensor, ...]
@@ -95,14 +91,21 @@ class TritonExecutor:
     # -- kernels ------------------------------------------------------------------------------
 
     @functools.cached_property
+    def kept(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """Values that forward keeps: nodes of the forward and of the backward graph."""
+        return shared_values(self.graphs.kernel_forward, self.graphs.kernel_backward)
+
+    @functools.cached_property
     def forward_schedule(self) -> Schedule:
         """Kernels of the forward pass."""
-        return schedule_forward(self.spec, self.graphs.kernel_forward, self.plan)
+        kept = [mine for mine, _ in self.kept]
+        return schedule_forward(self.spec, self.graphs.kernel_forward, self.plan, kept)
 
     @functools.cached_property
     def backward_schedule(self) -> Schedule:
         """Kernels of the backward pass."""
-        return schedule_backward(self.spec, self.graphs.kernel_backward, self.graphs.kernel_forward)
+        graphs, kept = self.graphs, [theirs for _, theirs in self.kept]
+        return schedule_backward(self.spec, graphs.kernel_backward, graphs.kernel_forward, kept)
 
     @functools.cache  # noqa: B019
     def gates(self, direction: str) -> set[fx.Node]:
@@ -179,7 +182,7 @@ class TritonExecutor:
 
         saved: of a forward call that was opened; of another one it is computed again.
         """
-        if not saved:
+        if len(saved) <= len(self.kept):
             saved = self.forward(problem, entry, self.open_forward(problem, entry)).saved
         return self._open(problem, "backward", Arguments(entry, (grad_output,), entry, saved))
 
@@ -251,14 +254,25 @@ class TritonExecutor:
         return plan
 
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
-        """Shapes that hold what `forward` saves: states entering the segments, M of each."""
+        """Shapes that hold what `forward` saves: states entering the segments, M of each segment,
+        and values of every chunk that backward reads."""
         cutting = self.cutting(outline)
         rows = 0 if cutting is None else cutting.most_segments(outline)
-        if not rows:
-            return ()
-        shapes = [outline.state_shape(name, rows) for name in self.state_names]
-        shapes += [self._map_shape(outline, name, rows) for name in self.mapped_states]
-        return tuple(Saved(shape, torch.float32) for shape in shapes)
+        found = []
+        if rows:
+            shapes = [outline.state_shape(name, rows) for name in self.state_names]
+            shapes += [self._map_shape(outline, name, rows) for name in self.mapped_states]
+            found = [Saved(shape, torch.float32) for shape in shapes]
+        tile = max(launching.MIN_TILE, outline.longest_chunk)
+        chunks = outline.most_chunks * (1 if outline.packed else outline.batch)
+        for node, _ in self.kept:
+            kind = self.kept_dtype(node, outline.output_dtype)
+            found.append(Saved((chunks, outline.heads, tile, tile), kind))
+        return tuple(found)
+
+    def kept_dtype(self, node: fx.Node, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a value of the forward graph is kept for backward."""
+        return launching.value_dtype(buffer_name(node), node, self.gates("forward"), dtype)
 
     def cutting(self, outline: Outline) -> Cutting | None:
         """How scans are cut into segments; None if they stay whole.

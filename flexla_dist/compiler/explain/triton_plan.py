@@ -31,8 +31,8 @@ from flexla_dist.compiler.explain.statements import (
     argument_name,
     result_name,
 )
+from flexla_dist.compiler.kernels import LOOPS, Kernel, buffer_name
 from flexla_dist.compiler.pipeline import Graphs
-from flexla_dist.compiler.schedule import LOOPS, Kernel, buffer_name
 from flexla_dist.errors import ExecutorError
 
 TABLES = ("chunk_start", "chunk_length", "document_chunk", "document_start")

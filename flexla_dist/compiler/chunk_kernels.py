@@ -1,0 +1,223 @@
+"""Cuts chunk stages into kernels that fit a program's registers.
+
+Contract: a value crosses a cut through memory. Scores with vector decays are computed apart, their
+gradients after everything else, both a tile of their dim at a time; what is left is cut where the
+fewest bytes cross, so that no kernel has too many products or too many values alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import fx
+
+from flexla_dist.compiler.free_dims import free_chunk_dim, rank_of, summed_dim
+from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.kernels import Kernel, buffer_name
+from flexla_dist.compiler.kinds import HEAVY, SLOW, VECTOR_SUMS, VIEWS
+from flexla_dist.compiler.liveness import most_alive
+from flexla_dist.compiler.walks import Walks
+from flexla_dist.shapes import UNIT_DIM
+
+MAX_PRODUCTS = 10
+MAX_HEAVY = 2
+SMALL_PRODUCTS = 5  # as many never need a cut
+MAX_ALIVE = 25 * 2**10  # elements at the usual sizes; with more, four warps spill registers
+
+
+class ChunkKernels(Walks):
+    """Adds chunk kernels to a schedule."""
+
+    def add_chunks(
+        self, name: str, values: list[fx.Node], results: dict[str, fx.Node] | None = None
+    ) -> None:
+        """Chunk kernels that compute values for later kernels, and results of the call."""
+        results = results or {}
+        pending = [v for v in values if v not in self.stored]
+        remaining = dict(results)
+        while pending or remaining:
+            roots = [*pending, *remaining.values()]
+            body, _ = self.body_of(roots)
+            scores = self._scores_apart(body)
+            if scores and scores != roots:
+                self._emit_chunk("scores", scores, {})
+                pending = [v for v in pending if v not in self.stored]
+                continue
+            before = self._before_vector_sums(body)
+            if before:
+                finished = {n: x for n, x in remaining.items() if x in before}
+                crossing = self._crossing(before, [x for x in body if x not in before], set(roots))
+                for result in finished:
+                    remaining.pop(result)
+                kept = self._still_read(crossing, [*pending, *remaining.values()])
+                self.add_chunks(name, kept, finished)
+                pending = [v for v in pending if v not in self.stored]
+                continue
+            if self._fits(body, roots):
+                self._emit_chunk(name, pending, remaining)
+                return
+            kept, finished = self._cheapest_cut(body, pending, remaining)
+            for result in finished:
+                remaining.pop(result)
+            self._emit_chunk(name, kept, finished)
+            pending = [v for v in pending if v not in self.stored]
+
+    def _scores_apart(self, body: list[fx.Node]) -> list[fx.Node]:
+        """Scores with vector decays made of arguments by arithmetic alone, where they are not all
+        that is computed: sums over their dim, of which a kernel of its own holds a tile at a time.
+        """
+        found = []
+        for node in body:
+            if node.target is ops.decay_scores:
+                cone, _ = self.body_of(x for x in node.args if isinstance(x, fx.Node))
+                if summed_dim(cone, [node], self.spec.output_dims[-1]):
+                    found.append(node)
+        return found
+
+    @staticmethod
+    def _before_vector_sums(body: list[fx.Node]) -> list[fx.Node]:
+        """What does not depend on sums over pairs of tokens with vector decays, where that holds
+        products: those sums are elementwise in their dim, so by themselves they may be tiled."""
+        after: set[fx.Node] = set()
+        for node in body:
+            if node.target in VECTOR_SUMS or any(x in after for x in node.args):
+                after.add(node)
+        before = [node for node in body if node not in after]
+        costly = any(node.target is ops.matmul or node.target in HEAVY for node in before)
+        return before if after and costly else []
+
+    def _finished(self, crossing: list[fx.Node], results: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """Results that are plain arithmetic on values of a cut: they end in the kernel before it.
+        What they load beside must not grow: arguments stay where they are read anyway."""
+        before, _ = self.body_of(crossing)
+        known = {*before, *crossing}
+        found = {}
+        for name, root in results.items():
+            stack, plain = [root], True
+            while stack and plain:
+                node = stack.pop()
+                if node in known or node.op == "placeholder" or node in self.stored:
+                    continue
+                plain = node.target is not ops.matmul and node.target not in HEAVY | SLOW
+                stack.extend(x for x in node.args if isinstance(x, fx.Node))
+            if plain and any(x in known for x in self.body_of([root])[0]):
+                found[name] = root
+        return found
+
+    def _still_read(self, crossing: list[fx.Node], roots: list[fx.Node]) -> list[fx.Node]:
+        """The values of a cut that the rest needs."""
+        needed: set[fx.Node] = set()
+        stack, seen = list(roots), set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node.op == "placeholder" or node in self.stored:
+                continue
+            seen.add(node)
+            if node in crossing:
+                needed.add(node)
+                continue
+            stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return [node for node in crossing if node in needed]
+
+    def _emit_chunk(self, name: str, values: list[fx.Node], results: dict[str, fx.Node]) -> None:
+        body, loads = self.body_of([*values, *results.values()])
+        values = [*values, *(n for n in body if n in self.kept and n not in values)]
+        stores = {buffer_name(node): node for node in values} | results
+        count = sum(k.name.startswith(name) for k in self.kernels)
+        unique = f"{name}_{count}" if count else name
+        column = self.spec.output_dims[-1]
+        row_dim = free_chunk_dim(loads, body, stores.values(), column)
+        kernel = Kernel(unique, "chunk", tuple(loads), tuple(body), stores, row_dim=row_dim)
+        cone = [node for node in body if node not in stores.values()]
+        summed = summed_dim(cone, list(stores.values()), column)
+        if summed:
+            kernel = replace(kernel, row_dim=summed, summed=True)
+        self.kernels.append(kernel)
+        for node in values:
+            self.stored[node] = None
+
+    def _fits(self, body: list[fx.Node], results: Iterable[fx.Node]) -> bool:
+        """Few enough products, and few enough registers unless it is small or tiled."""
+        products = sum(node.target is ops.matmul for node in body)
+        if not self._few_products(body):
+            return False
+        tiled = any(node.target in VECTOR_SUMS for node in body)
+        if products <= SMALL_PRODUCTS or tiled:
+            return True
+        _, loads = self.body_of(results)
+        return most_alive(loads, body, results) <= MAX_ALIVE
+
+    @staticmethod
+    def _few_products(body: list[fx.Node]) -> bool:
+        products = sum(node.target is ops.matmul for node in body)
+        heavy = sum(node.target in HEAVY for node in body)
+        return products <= MAX_PRODUCTS and heavy <= MAX_HEAVY
+
+    def _cheapest_cut(
+        self, body: list[fx.Node], pending: list[fx.Node], results: dict[str, fx.Node]
+    ) -> tuple[list[fx.Node], dict[str, fx.Node]]:
+        """The cut with the fewest bytes a product of those that fit one kernel: values that cross
+        it, and results that end before it."""
+        roots = {*pending, *results.values()}
+        cuts: list[tuple[float, int, list[fx.Node]]] = []
+        for end in range(1, len(body)):
+            prefix = body[:end]
+            if not self._few_products(prefix):
+                break
+            if not any(n.target is ops.matmul or n.target in HEAVY for n in prefix):
+                continue
+            crossing = self._crossing(prefix, body[end:], roots)
+            work = sum(n.target is ops.matmul or n.target in HEAVY for n in prefix)
+            cost = sum(self._weight(node) for node in crossing) / work
+            if crossing:
+                cuts.append((cost, -end, crossing))
+        for _, _, crossing in sorted(cuts, key=lambda cut: cut[:2]):
+            finished = self._finished(crossing, results)
+            rest = [x for name, x in results.items() if name not in finished]
+            kept = self._still_read(crossing, [*pending, *rest])
+            before = [*kept, *finished.values()]
+            if self._fits(self.body_of(before)[0], before):
+                return kept, finished
+        raise AssertionError("no cut fits a kernel")
+
+    def _crossing(
+        self, prefix: list[fx.Node], suffix: list[fx.Node], roots: set[fx.Node]
+    ) -> list[fx.Node]:
+        inside = set(prefix)
+        out: dict[fx.Node, None] = {}
+        stack = [x for node in suffix for x in node.args if isinstance(x, fx.Node)]
+        stack.extend(root for root in roots if root in inside)
+        seen: set[fx.Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in inside:
+                continue
+            seen.add(node)
+            if self.costly[node] and node.target not in VIEWS:
+                below = self._only_product_below(node)
+                if below is None or below not in inside:
+                    out[node] = None
+                else:
+                    stack.append(below)
+            else:
+                stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return sorted(out, key=self.order.__getitem__)
+
+    def _only_product_below(self, node: fx.Node) -> fx.Node | None:
+        """The one operand with a product below it, if the node is arithmetic on it alone: several
+        values that are made from it then cross as one."""
+        if node.target in HEAVY | SLOW or node.target in (ops.matmul, ops.total, ops.amax):
+            return None
+        operands = [x for x in node.args if isinstance(x, fx.Node)]
+        products = {x for x in operands if self.costly[x]}
+        if len(products) != 1:
+            return None
+        below = products.pop()
+        return below if rank_of(below) <= rank_of(node) else None
+
+    @staticmethod
+    def _weight(node: fx.Node) -> float:
+        """Bytes of a value relative to a [C, C] tile."""
+        rank = sum(dim != UNIT_DIM for dim in node.meta["dims"])
+        return {0: 0.02, 1: 0.05, 2: 1.0}[rank]
