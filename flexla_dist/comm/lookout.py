@@ -40,6 +40,8 @@ class Lookout:
         self._board = FailureBoard(ranks)
         self._stop_waits = stop_waits
         self._busy = threading.Event()
+        self._looking = threading.Lock()
+        self._seen_ended: set[int] = set()
         self._thread: threading.Thread | None = None
         self.error: ExchangeError | None = None
 
@@ -60,8 +62,10 @@ class Lookout:
         self._busy.set()
 
     def rest(self) -> None:
-        """Look no more until the next `start`."""
-        self._busy.clear()
+        """Look no more until the next `start`; a look under way is over when this returns."""
+        with self._looking:
+            self._busy.clear()
+            self._seen_ended.clear()
 
     def raise_error(self) -> None:
         """Raise what was found, if anything was."""
@@ -70,10 +74,11 @@ class Lookout:
 
     def look(self) -> None:
         """Look once, and end this rank's waits if something is found."""
-        if self.error is None:
-            self.error = self._found()
-            if self.error is not None:
-                self._stop_waits()
+        with self._looking:
+            if self.error is None and self._busy.is_set():
+                self.error = self._found()
+                if self.error is not None:
+                    self._stop_waits()
 
     def _found(self) -> ExchangeError | None:
         try:
@@ -88,9 +93,15 @@ class Lookout:
             )
 
     def _ended(self) -> RemoteRankError | None:
+        """A rank that two looks saw ended: one that has done its part may end while this one is
+        still on its way out of the last check."""
         here = self._places[self._ranks.rank]
         for rank, place in enumerate(self._places):
-            if rank != self._ranks.rank and place.has_ended(here):
+            if rank == self._ranks.rank or not place.has_ended(here):
+                continue
+            if rank not in self._seen_ended:
+                self._seen_ended.add(rank)
+            else:
                 error = RemoteRankError(
                     f"the process of {self._ranks.name(rank)} (pid {place.pid}) has ended while "
                     f"{self._ranks.name(self._ranks.rank)} exchanged states with it; look at its "
@@ -111,6 +122,6 @@ def _look_forever(reference: weakref.ref[Lookout], busy: threading.Event) -> Non
         lookout = reference()
         if lookout is None or lookout.error is not None:
             return
-        if working and busy.is_set():
+        if working:
             lookout.look()
         del lookout
