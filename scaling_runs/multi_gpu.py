@@ -32,7 +32,7 @@ from scaling_runs.machine import RESULTS, ROOT, Machine, describe_machine
 from scaling_runs.multi_gpu_ranks import Limits, Outcome, run_ranks, tail
 from scaling_runs.multi_gpu_rows import Rows
 from scaling_runs.multi_gpu_sizes import SIZES
-from scaling_runs.multi_gpu_summary import print_summary
+from scaling_runs.multi_gpu_summary import summary
 
 RESERVE = 6.0  # seconds kept for the summary
 LEAST = 12.0  # a step with less time than this is left out
@@ -64,8 +64,8 @@ STEPS = (
     Step("weak", 140.0, stall=40.0, attempts=3),
     Step("long", 50.0, stall=40.0, attempts=2),
     Step("train", 40.0, stall=40.0, attempts=2),
-    Step("killed_device", 30.0, one_may_die=True),
-    Step("killed_host", 30.0, one_may_die=True),
+    Step("killed_device", 40.0, one_may_die=True),
+    Step("killed_host", 40.0, one_may_die=True),
     Step("check_nvshmem", 45.0, stall=45.0),
     Step("weak_more", 600.0, stall=40.0, attempts=4),
 )
@@ -135,8 +135,11 @@ class Program:
             if step.name in self.options.steps:
                 bad += not self._step(step)
                 self._copy()
-        print_summary(self._open("").of_this_run(), self._weak_file(), self.options.ranks)
-        print(f"{time.monotonic() - self.begun:.0f} s; {self.rows.store.path}", flush=True)
+        rows = self._open("").of_this_run()
+        short, whole = summary(rows, self._weak_file(), self.options.ranks)
+        self._summary_file().write_text(whole + "\n")
+        print(f"\n{short}\n\n{time.monotonic() - self.begun:.0f} s; all rows as tables: ", end="")
+        print(self._summary_file(), flush=True)
         self._copy()
         return int(bad > 0)
 
@@ -150,7 +153,7 @@ class Program:
                 break
             outcome = self._attempt(step, remaining)
             print(f"[{step.name}] {outcome.status}, {outcome.seconds:.0f} s", flush=True)
-            if outcome.status == "ok":
+            if outcome.status in ("ok", "wrong"):  # to its end; rows say what was wrong
                 break
             self._tell(step, attempt)
         if outcome.status == "no time":
@@ -163,8 +166,8 @@ class Program:
 
     def _attempt(self, step: Step, remaining: float) -> Outcome:
         options = self.options
-        soft = max(LEAST / 2, remaining - step.soft)
-        shared = ["--sizes", self.sizes.name, "--seconds", f"{soft:.0f}"]
+        until = time.time() + max(LEAST / 2, remaining - step.soft)
+        shared = ["--sizes", self.sizes.name, "--until", f"{until:.1f}"]
         logs = [self.logs / f"{step.name}.{rank}.log" for rank in range(options.ranks)]
         limits = Limits(remaining, step.stall * (10.0 if options.rehearse else 1.0))
         if step.name == "compile":
@@ -203,11 +206,14 @@ class Program:
     def _weak_file(self) -> Path:
         return self.options.results / f"weak_scaling_{self.machine.slug}.csv"
 
+    def _summary_file(self) -> Path:
+        return self.options.results / f"multi_gpu_{self.machine.slug}.txt"
+
     def _copy(self) -> None:
         if self.options.copy is None:
             return
         self.options.copy.mkdir(parents=True, exist_ok=True)
-        for path in (self.rows.store.path, self._weak_file()):
+        for path in (self.rows.store.path, self._weak_file(), self._summary_file()):
             if path.exists():
                 shutil.copy(path, self.options.copy)
 

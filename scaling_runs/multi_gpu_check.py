@@ -14,6 +14,7 @@ from torch import Tensor
 from flexla_dist.comm.heaps import HeapError, make_heap
 from flexla_dist.parallel import check_exchanges, use_heap
 from scaling_runs.baselines import Refused, get_system
+from scaling_runs.multi_gpu_ranks import WRONG
 from scaling_runs.weak_cases import Comparison
 from scaling_runs.weak_grid import CallShape, Point
 from scaling_runs.weak_scaling import short_text
@@ -51,7 +52,7 @@ def _check(part: Part, step: str, engines: tuple[str, ...]) -> int:
                 name = {"engine": engine, "strategy": strategy, "variant": variant}
                 if part.to_do(step, **name):
                     wrong += not _case(part, step, name, want)
-    return int(wrong > 0)
+    return WRONG if wrong else 0
 
 
 def _case(

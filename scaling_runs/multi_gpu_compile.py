@@ -145,20 +145,26 @@ def compile_exchanges(sizes: Sizes, ranks: int, target: Target, jobs: int) -> in
     return failed
 
 
+def _jobs() -> int:
+    """As many as cores, at least 16 and not more than memory is likely to hold."""
+    return min(64, max(16, len(os.sched_getaffinity(0))))
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Compile everything that the options name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", choices=tuple(SIZES), default="full")
     parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--jobs", type=int, default=max(16, len(os.sched_getaffinity(0))))
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--jobs", type=int, default=_jobs(), help="processes that compile")
+    parser.add_argument("--until", type=float, help="time (of time.time) to stop at")
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     sizes, target = SIZES[options.sizes], gpu_target()
     failed = compile_exchanges(sizes, options.ranks, target, options.jobs)
     tasks = operator_tasks(sizes)
     if tasks:
-        failed += compile_only(tasks, target, options.jobs, options.seconds)
+        seconds = None if options.until is None else options.until - time.time()
+        failed += compile_only(tasks, target, options.jobs, seconds)
     return int(failed > 0)
 
 

@@ -20,6 +20,7 @@ from flexla_dist.train.launch import Ranks, start
 from scaling_runs import multi_gpu_check, multi_gpu_links, multi_gpu_train, weak_scaling
 from scaling_runs.baselines import Settings
 from scaling_runs.machine import describe_machine
+from scaling_runs.multi_gpu_ranks import WRONG
 from scaling_runs.multi_gpu_rows import Rows
 from scaling_runs.multi_gpu_sizes import SIZES, Sizes, Stages
 from scaling_runs.weak_cases import Setup
@@ -29,14 +30,13 @@ from scaling_runs.weak_cases import Setup
 class Part:
     """This rank's part in a step.
 
-    rows: kept by the first rank, None on the others. begun: on the clock of `time.perf_counter`.
+    rows: kept by the first rank, None on the others.
     """
 
     options: argparse.Namespace
     sizes: Sizes
     ranks: Ranks
     rows: Rows | None
-    begun: float
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -61,7 +61,7 @@ class Part:
         """Whether a row is to be measured: there is time, and no row of this commit. Notes that it
         was begun. Collective."""
         wanted = self.rows is not None and not self.rows.known(step, **name)
-        late = time.perf_counter() - self.begun > self.options.seconds
+        late = time.time() > self.options.until
         if not self.agreed(wanted and not late):
             return False
         self.put(step, "begun", **name)
@@ -87,11 +87,12 @@ class Part:
 
 def weak(part: Part, stages: Stages) -> int:
     """Points of the weak grid; rows go to the file of `weak_scaling.py`."""
-    words = ["--results", str(part.options.results), "--time-limit", str(part.options.seconds)]
-    words += ["--launcher", "torchrun"]
+    words = ["--results", str(part.options.results), "--launcher", "torchrun"]
+    words += ["--time-limit", f"{part.options.until - time.time():.1f}"]
     if part.options.commit:
         words += ["--commit", part.options.commit]
-    return weak_scaling.Program(stages, weak_scaling.parse(words), part.ranks).run()
+    wrong = weak_scaling.Program(stages, weak_scaling.parse(words), part.ranks).run()
+    return WRONG if wrong else 0
 
 
 STEPS: dict[str, Callable[[Part], int]] = {
@@ -112,7 +113,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("step", choices=tuple(STEPS))
     parser.add_argument("--sizes", choices=tuple(SIZES), default="full")
-    parser.add_argument("--seconds", type=float, default=60.0, help="begin nothing after these")
+    parser.add_argument("--until", type=float, required=True, help="time to begin nothing after")
     parser.add_argument("--results", type=Path, required=True, help="folder of the CSV files")
     parser.add_argument("--folder", type=Path, required=True, help="for what ranks leave behind")
     parser.add_argument("--commit", help="commit to note where there is no git history")
@@ -121,7 +122,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Join the ranks and run the step."""
-    begun = time.perf_counter()
     options = parse(words)
     sizes = SIZES[options.sizes]
     torch.set_num_threads(1)
@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> int:
         machine = describe_machine(options.commit)
         carrier = dist.get_backend_config().replace(",", " ")
         rows = Rows(options.results, machine, ranks.world, sizes.name, carrier)
-    part = Part(options, sizes, ranks, rows, begun)
+    part = Part(options, sizes, ranks, rows)
     return STEPS[options.step](part)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 LOOK_SECONDS = 0.05
 GRACE_SECONDS = 8.0  # for the others to tell what they know of a rank that failed
 TAIL = 4000
+WRONG = 3  # exit code of a rank that went to its end and found something wrong
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended: "ok", "failed", "late" (over its limit) or "stuck" (it wrote nothing)."""
+    """How a step ended: "ok", "wrong" (to its end, something was wrong), "failed", "late" (over its
+    limit) or "stuck" (it wrote nothing)."""
 
     status: str
     seconds: float
@@ -89,9 +91,11 @@ def _wait(
     while True:
         codes = [process.poll() for process in processes]
         now = time.monotonic()
-        bad = [code for code in codes if code not in (None, 0)]
+        bad = [code for code in codes if code not in (None, 0, WRONG)]
         if all(code is not None for code in codes):
-            return "failed" if len(bad) > one_may_die else "ok"
+            if len(bad) > one_may_die:
+                return "failed"
+            return "wrong" if WRONG in codes else "ok"
         if bad and not one_may_die:
             failed_at = now if failed_at is None else failed_at
             if now - failed_at > GRACE_SECONDS:

@@ -6,7 +6,9 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from scaling_runs.baselines import SYSTEMS
 from scaling_runs.multi_gpu_rows import SHOWN
+from scaling_runs.multi_gpu_sizes import IDEALS
 from scaling_runs.rows import Row, format_table
 
 PUBLISHED = {  # gated delta rule, 262144 tokens over 8 H200, 32 heads, in ms
@@ -15,28 +17,73 @@ PUBLISHED = {  # gated delta rule, 262144 tokens over 8 H200, 32 heads, in ms
 }
 PLACE = ("variant", "mode", "P", "T", "B", "direction")
 COLUMNS = (*PLACE, "system", "median_ms", "p80_ms", "over_same_plan", "over_best", "status", "note")
+COMPARED = (*PLACE, "ideal_best", "ideal_same_plan", "device", "above", "host", "others")
 PUBLISHED_TOKENS = 262144
 
 
-def print_summary(rows: Sequence[Row], weak_file: Path, ranks: int) -> None:
-    """Everything that this machine's files hold of so many ranks."""
-    print(f"\n== steps, checks, links, training, failure ({ranks} ranks) ==")
-    own = [row for row in rows if row["step"] == "step"]
-    print(format_table([{**r, "note": r["note"][:60]} for r in own], ("quantity", *SHOWN[6:])))
+def summary(rows: Sequence[Row], weak_file: Path, ranks: int) -> tuple[str, str]:
+    """(short, whole): what this machine's files hold of so many ranks. The short one has what was
+    not right and one line a place, the whole one all rows."""
+    points = weak_rows(weak_file, ranks)
+    times = with_ideals(points)
+    bad = [t for t in times if t["status"] not in ("ok", "refused")]
+    short, whole = [], ["== times: of the slowest rank, beside both ideals ==", ""]
+    whole += [format_table(times, COLUMNS), ""]
     for step in ("check", "check_nvshmem", "links", "train", "killed"):
         found = [{**row, "note": row["note"][:90]} for row in rows if row["step"] == step]
+        if not found:
+            continue
         counts: dict[str, int] = {}
         for row in found:
             counts[row["status"]] = counts.get(row["status"], 0) + 1
-        if found:
-            said = ", ".join(f"{count} {status}" for status, count in counts.items())
-            print(f"\n-- {step}: {said}")
-            print(format_table(found, SHOWN[1:]))
-    print("\n== times: of the slowest rank, beside both ideals ==")
-    points = weak_rows(weak_file, ranks)
-    print(format_table(with_ideals(points), COLUMNS))
-    for line in published(points):
-        print(line)
+        head = f"-- {step}: " + ", ".join(f"{count} {status}" for status, count in counts.items())
+        whole += [head, format_table(found, SHOWN[1:]), ""]
+        kept = [row for row in found if _telling(row)]
+        short += [head, *([format_table(kept, SHOWN[1:])] if kept else []), ""]
+    if bad:
+        short += ["-- times that could not be had", format_table(bad, COLUMNS), ""]
+    short += [f"-- times on {ranks} ranks, ms", format_table(compared(points), COMPARED), ""]
+    short += published(points)
+    steps = [{**r, "note": r["note"][:60]} for r in rows if r["step"] == "step"]
+    short += ["", format_table(steps, ("quantity", "value", "unit", "status", "note"))]
+    return "\n".join(short), "\n".join([*whole, *short])
+
+
+def _telling(row: Mapping[str, str]) -> bool:
+    """Whether a row belongs into the short summary."""
+    if row["step"] == "links":
+        return row["quantity"] not in ("scan", "survey")
+    return row["status"] != "ok" or row["step"] in ("train", "killed")
+
+
+def compared(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """One line a place: both ideals, the best of ours by either engine, the best of the others."""
+    places: dict[tuple, dict[str, float]] = {}
+    named: dict[tuple, Row] = {}
+    for row in sorted(rows, key=_place):
+        if row["median_ms"]:
+            places.setdefault(_place(row), {})[row["system"]] = float(row["median_ms"])
+            named[_place(row)] = row
+    return [
+        {**{name: named[place][name] for name in PLACE}, **_best(times)}
+        for place, times in places.items()
+    ]
+
+
+def _best(times: Mapping[str, float]) -> dict[str, object]:
+    families: dict[str, list[tuple[float, str]]] = {"device": [], "host": [], "others": []}
+    for name, ms in times.items():
+        if name in SYSTEMS and SYSTEMS[name].family != "floor":
+            own = SYSTEMS[name].engine if SYSTEMS[name].family == "ours" else "others"
+            families["device" if own == "auto" else own].append((ms, name))
+    found: dict[str, object] = {n: f"{times[n]:.3f}" for n in IDEALS if n in times}
+    for family, some in families.items():
+        if some:
+            ms, name = min(some)
+            found[family] = f"{name} {ms:.3f}"
+            if family == "device" and "ideal_same_plan" in times:
+                found["above"] = f"{100 * (ms / times['ideal_same_plan'] - 1):+.1f}%"
+    return found
 
 
 def weak_rows(path: Path, ranks: int) -> list[Row]:

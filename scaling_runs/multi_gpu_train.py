@@ -23,6 +23,7 @@ from flexla_dist.parallel import (
     shift_labels,
 )
 from flexla_dist.parallel.runtime import runtime_of
+from scaling_runs.multi_gpu_ranks import WRONG
 from scaling_runs.weak_scaling import short_text
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def train(part: Part) -> int:
             name = {"engine": engine, "variant": variant, "quantity": "difference to one GPU"}
             if part.to_do("train", **name):
                 wrong += not _train_both(part, name)
-    return int(wrong > 0)
+    return WRONG if wrong else 0
 
 
 def _train_both(part: Part, name: dict[str, str]) -> bool:
@@ -149,32 +150,42 @@ def training_step(part: Part, model: torch.nn.Module, step: int) -> Tensor:
     return loss.detach()
 
 
+def own_step(part: Part, model: torch.nn.Module, step: int) -> None:
+    """Forward and backward with a loss for which ranks do not meet."""
+    ids, _ = make_batch(part, step)
+    model.zero_grad()
+    with sequence_context(part.group, step=step):
+        model(shard_sequence(ids, part.group)).square().mean().backward()
+
+
 def relative(got: Tensor, want: Tensor) -> float:
     """Norm of the difference over the norm."""
     return float((got - want).norm() / want.norm().clamp(min=1e-12))
 
 
 def killed(part: Part, engine: str) -> int:
-    """The middle rank is killed between two steps; every other rank leaves a file with the seconds
-    after which it raised, and with what. `multi_gpu.py` reads them, as the group is broken."""
+    """The middle rank is killed between two layers, while the others go on to the second.
+
+    Each of them leaves a file that says when it raised, and what; `multi_gpu.py` reads them, as the
+    group is broken. The loss is a rank's own, so that states alone are waited for.
+    """
     rank, world = part.ranks.rank, part.ranks.world
     model = make_model(part, part.sizes.trained[0])
     parallelize_sequence(model, group=part.group, backend=engine)
     runtime_of(part.group).set_timeout(60.0)  # much longer than a rank needs to notice
     try:
         for step in range(QUIET_STEPS):
-            training_step(part, model, step)
+            own_step(part, model, step)
     except EngineRefused as why:
         if rank == 0:
             _leave(part, f"rank{rank}.json", {"error": short_text(why)})
         return 0
     dist.barrier()
     if rank == world // 2:
-        _leave(part, KILLED, {"at": time.time(), "rank": rank})
-        os.kill(os.getpid(), signal.SIGKILL)
+        model.blocks[0].register_forward_hook(lambda *_: _die(part))
     said = "nothing was raised"
     try:
-        training_step(part, model, QUIET_STEPS)
+        own_step(part, model, QUIET_STEPS)
         if part.ranks.device.type == "cuda":
             torch.cuda.synchronize()
     except Exception as why:
@@ -183,6 +194,12 @@ def killed(part: Part, engine: str) -> int:
     if rank == 0:
         time.sleep(3.0)  # this process holds the store, by which the others hear
     return 0
+
+
+def _die(part: Part) -> None:
+    """Be killed, as by the system; the time is noted."""
+    _leave(part, KILLED, {"at": time.time(), "rank": part.ranks.rank})
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave(part: Part, name: str, content: dict[str, object]) -> None:
