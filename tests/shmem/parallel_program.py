@@ -1,4 +1,4 @@
-"""`python -m tests.shmem.parallel_program KIND FILE`, started by oshrun or mpirun.
+"""`python -m tests.shmem.parallel_program KIND few|all FILE`, started by oshrun or mpirun.
 
 Sharded operators whose states travel by kernels in the launcher's symmetric memory, compared with
 the whole sequence in float64. FILE: where the ranks find each other.
@@ -23,29 +23,32 @@ LENGTHS = {2: (21, 16), 4: (9, 0, 20, 8)}
 PACKED = {2: (0, 5, 21, 22, 37), 4: (0, 9, 10, 34, 37)}
 
 
-def chosen(size: int) -> list[Case]:
-    """One scalar, one diagonal and one dense M, each packed and not, and every strategy."""
+def chosen(size: int, which: str) -> list[Case]:
+    """One scalar, one diagonal and one dense M; `all`: each packed and not, and every strategy."""
     lengths, packed = LENGTHS[size], PACKED[size]
-    return [
-        Case("simple_gla", "chain", lengths),
+    few = [
         Case("simple_gla", "all_gather", lengths, packed),
         Case("gla", "log_scan", lengths, batch=2),
-        Case("gla", "hierarchical", lengths, packed),
-        Case("gated_delta_rule", "hierarchical", lengths, batch=2),
         Case("gated_delta_rule", "chain", lengths, packed),
     ]
+    more = [
+        Case("simple_gla", "chain", lengths),
+        Case("gla", "hierarchical", lengths, packed),
+        Case("gated_delta_rule", "hierarchical", lengths, batch=2),
+    ]
+    return few + more if which == "all" else few
 
 
 def main() -> None:
     """Run the cases; the first rank compares."""
     torch.set_num_threads(1)
-    kind, path = sys.argv[1:3]
+    kind, which, path = sys.argv[1:4]
     heap = make(kind)
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=heap.rank, world_size=heap.size
     )
     use_heap(dist.group.WORLD, heap)
-    picked = chosen(heap.size)
+    picked = chosen(heap.size, which)
     own = cases.run_shards(heap.rank, heap.size, picked)
     ranks: list = [None] * heap.size
     dist.all_gather_object(ranks, own)
