@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -15,16 +17,23 @@ from flexla_dist.spec.variants.registry import get_variant
 from ..interpret.device_parallel_programs import relative
 
 TOKENS, HEADS, WIDTH = 256, 2, 64
+LONG = (16384, 32, 128)  # tokens of a rank, heads, width: what is timed
 Step = Callable[[], tuple[Tensor, ...]]
 
 
-def arguments(seed: int, device: str) -> dict[str, Tensor]:
+def arguments(
+    seed: int, device: str, sizes: tuple[int, int, int] = (TOKENS, HEADS, WIDTH)
+) -> dict[str, Tensor]:
     """This rank's tokens for `simple_gla`."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {n: torch.randn(1, TOKENS, HEADS, WIDTH, generator=generator) for n in ("q", "k", "v")}
-    found["k"] = found["k"] / WIDTH**0.5
-    found["g"] = -torch.rand(1, TOKENS, HEADS, generator=generator) / 16
-    return {name: x.to(device).requires_grad_() for name, x in found.items()}
+    tokens, heads, width = sizes
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, tokens, heads, *shape, generator=generator, device=device)
+
+    found = {"q": draw(width), "k": draw(width) / width**0.5, "v": draw(width)}
+    found["g"] = -draw().abs() / 16
+    return {name: x.requires_grad_() for name, x in found.items()}
 
 
 def own_forward(strategy: str, given: dict[str, Tensor]) -> Callable[[], Tensor]:
@@ -81,6 +90,24 @@ def captured(rank: int, size: int, strategy: str, device: str) -> float:
         worst = max([worst, *(relative(a, b) for a, b in zip(got, step(), strict=True))])
     check_exchanges(group)
     return worst
+
+
+def timed(rank: int, size: int, backend: str, device: str) -> tuple[str, float]:
+    """(what ran, median milliseconds of forward and backward) in bfloat16."""
+    device, group = place(rank, device), dist.group.WORLD
+    given = {n: x.detach() for n, x in arguments(rank, device, LONG).items()}
+    given = {n: (x if n == "g" else x.bfloat16()).requires_grad_() for n, x in given.items()}
+    op = SequenceParallelOp(compile(get_variant("simple_gla")), group=group, backend=backend)
+    times = []
+    for _ in range(25):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        output = op(**given, scale=LONG[2] ** -0.5)[0]
+        torch.autograd.grad(output.float().square().sum(), tuple(given.values()))
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return str(op.last_plan), 1e3 * statistics.median(times[5:])
 
 
 def side_by_side(rank: int, size: int, device: str) -> bool:

@@ -71,6 +71,15 @@ def test_cuda_graph(strategy: str) -> None:
     assert max(found) == 0.0, found
 
 
+@pytest.mark.parametrize("backend", ["host", "device"])
+def test_time_of_engines(backend: str) -> None:
+    """`pytest -s -k time` prints it; the check at the end of backward is in it."""
+    size = min(8, torch.cuda.device_count())
+    plan, time = run_ranks(streams.timed, size, backend, "apart", backend=BACKEND)[-1]
+    print(f"\n{size} ranks of {streams.LONG}: {time:.3f} ms forward and backward by {plan}")
+    assert plan.startswith(backend)
+
+
 def test_two_streams() -> None:
     size = min(8, torch.cuda.device_count())
     assert all(run_ranks(streams.side_by_side, size, "apart", backend=BACKEND))
