@@ -130,7 +130,8 @@ class DeviceCarrier:
 
     def no_backward_follows(self) -> None:
         """See `Carrier`: the end of the sequence_context checks, or the caller."""
-        self.engine.no_backward = not self.engine.capturing()
+        if not self.engine.capturing():
+            self.engine.no_backward = True
 
 
 def _plan_of(choice: Choice, engine: str, heap: str, reason: str) -> ExchangePlan:
