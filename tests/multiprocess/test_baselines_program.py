@@ -96,7 +96,14 @@ def test_program_on_two_ranks(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
         str(ROOT / "scaling_runs" / "weak_scaling.py"),
-        *("--systems", "chain,lasp2,zeco", "--variants", "gated_delta_rule", "--ranks", "2,4"),
+        *(
+            "--systems",
+            "chain,lasp2,zeco,chain_device",
+            "--variants",
+            "gated_delta_rule",
+            "--ranks",
+            "2,4",
+        ),
         *("--tokens-per-rank", "64", "--shapes", "1x2x8x8", "--dtype", "float32"),
         *("--seconds", "0.01", "--placements", "barrier,exchange", "--directions", "fwd"),
         *("--results", str(tmp_path), "--commit", "one"),
@@ -108,6 +115,8 @@ def test_program_on_two_ranks(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     status = {(row["system"], row["placement"]): row["status"] for row in rows}
     assert status["chain", "barrier"] == status["lasp2", "exchange"] == "ok"
-    assert status["zeco", "barrier"] == "refused"
+    assert status["zeco", "barrier"] == status["chain_device", "barrier"] == "refused"
+    [kernels] = [r for r in rows if (r["system"], r["placement"]) == ("chain_device", "barrier")]
+    assert kernels["note"].startswith("chain_device needs the device engine: rank 0")
     [chain] = [r for r in rows if (r["system"], r["placement"]) == ("chain", "barrier")]
     assert int(chain["received_bytes"]) == int(chain["formula_bytes"]) == 4 * 2 * 8 * 8 + 64

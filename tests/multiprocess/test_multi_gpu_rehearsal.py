@@ -1,0 +1,179 @@
+"""The script for several GPUs on CPU processes: steps, limits, resumption, rows, summary."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from scaling_runs import multi_gpu  # noqa: E402
+from scaling_runs.machine import Machine  # noqa: E402
+from scaling_runs.multi_gpu_ranks import WRONG, Limits, run_ranks  # noqa: E402
+from scaling_runs.multi_gpu_rows import Rows  # noqa: E402
+from scaling_runs.multi_gpu_sizes import FULL, SIZES  # noqa: E402
+from scaling_runs.multi_gpu_summary import summary  # noqa: E402
+
+SCRIPT = ROOT / "scaling_runs" / "multi_gpu.sh"
+MACHINE = Machine("2026-01-02", "abc", "cpu", "2.0", "3.0")
+Row = dict[str, str]
+
+
+def rehearse(folder: Path, *words: str, seconds: float) -> tuple[str, list[Row]]:
+    """Output and rows of a rehearsal."""
+    command = [str(SCRIPT), "--rehearse", "--results", str(folder), "--commit", "abc", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    with (folder / "multi_gpu_cpu.csv").open(newline="") as file:
+        return ran.stdout, list(csv.DictReader(file))
+
+
+def of_step(rows: list[Row], step: str) -> dict[tuple[str, str, str], Row]:
+    return {(r["engine"], r["strategy"], r["variant"]): r for r in rows if r["step"] == step}
+
+
+def test_shortest_rehearsal(tmp_path: Path) -> None:
+    """Both engines are right on two ranks, and the other rank hears of one that is killed."""
+    words = ("--short", "--ranks", "2", "--only", "check,killed_device", "--copy", "copy")
+    copied = tmp_path / "copy"
+    text, rows = rehearse(tmp_path, *words[:-1], str(copied), seconds=100)
+    assert "[check] ok" in text and "[killed_device] ok" in text
+    checks = of_step(rows, "check")
+    assert {key[0] for key in checks} == {"device", "host"}
+    for row in checks.values():
+        assert row["status"] == "ok" and 0 < float(row["value"]) < 1
+        assert row["first"] and row["last"]
+    [killed] = of_step(rows, "killed").values()
+    assert killed["status"] == "ok" and float(killed["value"]) < 20
+    assert (copied / "multi_gpu_cpu.csv").exists() and (copied / "multi_gpu_cpu.txt").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_whole_rehearsal(tmp_path: Path) -> None:
+    text, rows = rehearse(tmp_path, "--ranks", "3", seconds=2300)
+    for step in multi_gpu.STEPS:
+        assert f"[{step.name}] ok" in text, text
+    assert {row["status"] for row in of_step(rows, "check").values()} == {"ok"}
+    assert {row["status"] for row in of_step(rows, "train").values()} == {"ok"}
+    assert {row["status"] for row in of_step(rows, "killed").values()} == {"ok"}
+    with (tmp_path / "weak_scaling_cpu.csv").open(newline="") as file:
+        points = list(csv.DictReader(file))
+    assert {row["status"] for row in points} == {"ok", "refused"}
+    refused = {row["system"] for row in points if row["status"] == "refused"}
+    assert refused <= {"fla_cp", "ulysses"}
+    measured = {row["system"] for row in points if row["status"] == "ok"}
+    assert {"chain_device", "chain", "lasp2", "lasp", "ideal_best"} <= measured
+
+
+# -- processes of a step --------------------------------------------------------------------------
+
+
+def start(tmp_path: Path, program: str, limits: Limits, ranks: int = 2, **settings: bool):
+    logs = [tmp_path / f"{rank}.log" for rank in range(ranks)]
+    head = "import os, sys, time; rank = int(os.environ['RANK']); "
+    words = ["-c", head + program]
+    return run_ranks(words, ranks, dict(os.environ), logs, limits, tmp_path, **settings), logs
+
+
+def test_ranks_that_end_well_or_found_something_wrong(tmp_path: Path) -> None:
+    limits = Limits(30, 30)
+    outcome, logs = start(tmp_path, "print(os.environ['WORLD_SIZE'], rank)", limits)
+    assert (outcome.status, outcome.codes) == ("ok", (0, 0))
+    assert logs[1].read_text() == "2 1\n"
+    assert start(tmp_path, f"sys.exit({WRONG})", limits)[0].status == "wrong"
+
+
+def test_ranks_that_hang_or_are_late_are_ended(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    assert start(tmp_path, "time.sleep(60)", Limits(30, 1.0))[0].status == "stuck"
+    noisy = "[(print(1, flush=True), time.sleep(0.1)) for _ in range(600)]"
+    outcome, _ = start(tmp_path, noisy, Limits(2.0, 30))
+    assert outcome.status == "late" and None not in outcome.codes
+    assert time.monotonic() - begin < 20
+
+
+def test_a_rank_that_may_die(tmp_path: Path) -> None:
+    program = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(0.5)"
+    assert start(tmp_path, program, Limits(30, 30), one_may_die=True)[0].status == "ok"
+    both = "sys.exit(1)"
+    assert start(tmp_path, both, Limits(30, 30), one_may_die=True)[0].status == "failed"
+
+
+# -- rows, sizes, summary -------------------------------------------------------------------------
+
+
+def test_rows_of_the_present_commit_are_known(tmp_path: Path) -> None:
+    rows = Rows(tmp_path, MACHINE, 4, "full", "gloo")
+    name = {"engine": "device", "strategy": "chain", "variant": "gla"}
+    assert not rows.known("check", **name)
+    rows.put("check", "begun", **name)
+    assert Rows(tmp_path, MACHINE, 4, "full", "gloo").known("check", **name)
+    assert not Rows(tmp_path, MACHINE, 8, "full", "gloo").known("check", **name)
+    other = Machine("2026-01-02", "def", "cpu", "2.0", "3.0")
+    assert not Rows(tmp_path, other, 4, "full", "gloo").known("check", **name)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_points_of_a_real_run(ranks: int) -> None:
+    main, more, long = FULL.weak(ranks), FULL.weak_more(ranks), FULL.long(ranks)
+    for stages in (main, more, long):
+        points = stages.points()
+        assert len(set(points)) == len(points) and {p.P for p in points} <= set(stages.ranks)
+        assert max(p.P for p in points) <= ranks
+    shapes = {(p.B, p.H, p.K, p.T) for p in main.points()}
+    assert shapes == {(4, 32, 128, 32768), (1, 32, 128, 32768)}
+    assert {p.total for p in long.points()} == {262144}
+    assert {p.P for p in more.points()} == {1, ranks, *(n for n in (2, 4) if n < ranks)}
+    systems = {p.system for p in main.points()}
+    assert {"chain_device", "chain", "lasp2", "lasp2_naive", "lasp", "ulysses"} <= systems
+    assert {"fla_cp", "ideal_same_plan", "ideal_best"} <= systems
+
+
+def test_steps_fit_into_ten_minutes() -> None:
+    limits = [step.limit for step in multi_gpu.STEPS if step.name != "weak_more"]
+    assert sum(limits) < 600 and set(SIZES) == {"full", "rehearsal", "short"}
+
+
+def test_multicast_is_off() -> None:
+    text = SCRIPT.read_text()
+    for name, value in multi_gpu.QUIET.items():
+        assert f"{name}={value}" in text
+
+
+def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["--only", "chek"], "chek is not among"),
+        (["--short"], "--short goes with --rehearse"),
+        (["--rehearse", "--ranks", "1"], "wants at least 2 GPUs"),
+    ):
+        with pytest.raises(SystemExit):
+            multi_gpu.parse(words)
+        assert said in capsys.readouterr().err
+
+
+def test_summary(tmp_path: Path) -> None:
+    """One line a place with both ideals and the best of each family; what was wrong is shown."""
+    rows = Rows(tmp_path, MACHINE, 8, "full", "gloo")
+    rows.put("check", "ok", engine="device", strategy="chain", variant="gla", value=0.1)
+    rows.put("check", "wrong", engine="host", strategy="chain", variant="gla", value=7.0)
+    path = tmp_path / "weak.csv"
+    place = {"variant": "gated_delta_rule", "mode": "strong", "P": "8", "T": "32768", "B": "1"}
+    place |= {"direction": "fwd", "total": "262144", "world": "8", "p80_ms": "", "note": ""}
+    times = {"ideal_best": 1.0, "ideal_same_plan": 1.25, "chain_device": 1.5, "lasp2": 2.0}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*place, "system", "median_ms", "status"])
+        writer.writeheader()
+        for system, ms in times.items():
+            writer.writerow({**place, "system": system, "median_ms": f"{ms}", "status": "ok"})
+    short, whole = summary(rows.of_this_run(), path, 8)
+    assert "-- check: 1 ok, 1 wrong" in short and "host    chain" in short
+    assert "chain_device 1.500" in short and "+20.0%" in short and "lasp2 2.000" in short
+    assert "262144 tokens, fwd: chain_device 1.500 ms; on 8 H200: FlashQLA 1.68 ms" in short
+    assert short in whole and "+50.0%" in whole
