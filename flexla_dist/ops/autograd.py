@@ -30,6 +30,7 @@ class Executor(Protocol):
     """What runs a spec: four phases, the same for one device and for a shard."""
 
     name: str
+    plan: str
 
     def forward(self, problem: Problem, entry: States) -> ForwardResult:
         """Outputs and exit states from entry states."""

@@ -31,12 +31,14 @@ State = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call ran: executor, chunk size, chunks and documents."""
+    """What a call ran: executor, chunk size, chunks, documents, and the plan of its kernels:
+    "fused" or "unfused"; "batched" where PyTorch operations run."""
 
     executor: str
     chunk_size: int
     num_chunks: int
     num_sequences: int
+    kernels: str = "batched"
 
 
 class LinearAttentionOp:
@@ -109,7 +111,11 @@ class LinearAttentionOp:
             return
         self._noted = problem.family
         self.last_plan = Plan(
-            executor.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
+            executor.name,
+            layout.chunk_size,
+            len(layout.chunks),
+            problem.num_sequences,
+            executor.plan,
         )
 
     def __call__(

@@ -253,7 +253,7 @@ def test_the_plan_says_what_ran() -> None:
     call = make_inputs(SPECS["gla"], tokens=150, requires_grad=False)
     call_op(op, call)
     plan = op.last_plan
-    assert plan is not None
+    assert plan is not None and plan.kernels == "batched"
     assert (plan.executor, plan.chunk_size, plan.num_chunks, plan.num_sequences) == (
         "torch",
         64,
