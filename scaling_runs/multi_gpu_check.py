@@ -27,7 +27,7 @@ Found = tuple[float, bool]
 
 def check(part: Part) -> int:
     """All systems of ours; what was wrong is in the rows and in the status."""
-    return _check(part, "check", ("device", "host"))
+    return _check(part, "check", part.sizes.engines)
 
 
 def check_nvshmem(part: Part) -> int:

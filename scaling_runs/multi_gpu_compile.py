@@ -38,28 +38,32 @@ from scaling_runs.multi_gpu_sizes import SIZES, Sizes
 from scaling_runs.weak_cases import compiled, example_element, inputs_of
 from scaling_runs.weak_grid import CallShape, Point
 
+EVEN, UNEVEN = 8192, 523  # tokens of a shard
 _FORK = multiprocessing.get_context("fork")
 
 
 def operator_tasks(sizes: Sizes) -> list[CompileTask]:
-    """Calls of the timed variants first, then of those that are compared or trained."""
+    """Calls of the timed variants first, then of those that are compared or trained. Shards that
+    are compared do not end with a whole chunk, those that are timed do."""
     first = [v for v in (*sizes.timed, *sizes.more_timed) if v in sizes.compiled]
     rest = [v for v in sizes.compiled if v not in first]
-    tasks = [_task(v, text, sizes.dtype) for v in first for text in (sizes.shape, sizes.wide)]
+    tasks = [_task(v, sizes.shape, sizes.dtype, UNEVEN) for v in (*first, *rest)]
+    tasks += [
+        _task(v, text, sizes.dtype, EVEN) for v in first for text in (sizes.shape, sizes.wide)
+    ]
     heads, dim = sizes.train_heads, sizes.train_dim
     trained = [v for v in sizes.trained if v in sizes.compiled]
-    tasks += [_task(v, f"1x{heads}x{dim}x{dim}", "float32") for v in trained]
-    return tasks + [_task(v, sizes.shape, sizes.dtype) for v in rest]
+    return tasks + [_task(v, f"1x{heads}x{dim}x{dim}", "float32", EVEN) for v in trained]
 
 
-def _task(variant: str, text: str, dtype: str) -> CompileTask:
+def _task(variant: str, text: str, dtype: str, tokens: int) -> CompileTask:
     shape = CallShape.parse(text)
     heads = 1 if variant == "hgrn" else shape.H
     graphs = compile(get_variant(variant)).graphs
     problem = describe_call(
         graphs,
         batch=shape.B,
-        tokens=8192,
+        tokens=tokens,
         heads=heads,
         sizes={"K": shape.K, "V": shape.V, "D": shape.H * shape.V},
         dtype=getattr(torch, dtype),

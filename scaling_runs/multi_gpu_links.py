@@ -37,12 +37,13 @@ CHECKS = 10
 def links(part: Part) -> int:
     """Rows of scans, hops and links."""
     _copies(part)
-    for engine in ("device", "host"):
+    for engine in part.sizes.engines:
         try:
             _engine(part, engine)
         except Refused as why:
             part.put("links", "refused", engine=engine, note=short_text(why))
-    _survey(part)
+    if "host" in part.sizes.engines:
+        _survey(part)
     _check_time(part)
     return 0
 

@@ -116,6 +116,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--until", type=float, required=True, help="time to begin nothing after")
     parser.add_argument("--results", type=Path, required=True, help="folder of the CSV files")
     parser.add_argument("--folder", type=Path, required=True, help="for what ranks leave behind")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks share the first GPU")
     parser.add_argument("--commit", help="commit to note where there is no git history")
     return parser.parse_args(words)
 
@@ -125,10 +126,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parse(words)
     sizes = SIZES[options.sizes]
     torch.set_num_threads(1)
-    config = TrainConfig(
-        device=sizes.device, threads=1, launcher="torchrun", mesh=MeshConfig(timeout=600.0)
-    )
-    ranks = start(config)
+    ranks = _start_on_one_gpu() if options.one_gpu else _start(sizes)
     rows = None
     if ranks.rank == 0:
         machine = describe_machine(options.commit)
@@ -136,6 +134,22 @@ def main(words: Sequence[str] | None = None) -> int:
         rows = Rows(options.results, machine, ranks.world, sizes.name, carrier)
     part = Part(options, sizes, ranks, rows)
     return STEPS[options.step](part)
+
+
+def _start(sizes: Sizes) -> Ranks:
+    return start(
+        TrainConfig(
+            device=sizes.device, threads=1, launcher="torchrun", mesh=MeshConfig(timeout=600.0)
+        )
+    )
+
+
+def _start_on_one_gpu() -> Ranks:
+    """All ranks on the first GPU; NCCL would refuse that."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.get_rank(), device)
 
 
 def run() -> None:

@@ -43,7 +43,8 @@ class Sizes:
     BxHxKxV of that and of the weak grid's first part. check_tokens: of the first rank, each further
     one has 3 more. timed: variants of the weak grid, `more_timed` come later. wide: its shape with
     several rows. link_heads: sizes of the states of the link test, in heads of K x K.
-    trained: variants of the training step. seconds: of timed calls a point.
+    trained: variants of the training step. seconds: of timed calls a point. timeout: of a rank's
+    wait. engines: that carry states.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Sizes:
     train_steps: int
     seconds: float
     timeout: float
+    engines: tuple[str, ...] = ("device", "host")
 
     def node_size(self, ranks: int) -> int | None:
         """Ranks that count as a node for the hierarchical strategy: two nodes where that makes a
@@ -150,7 +152,7 @@ FULL = Sizes(
     train_dim=64,
     train_steps=20,
     seconds=0.25,
-    timeout=20.0,
+    timeout=30.0,
 )
 REHEARSAL = replace(
     FULL,
@@ -159,8 +161,8 @@ REHEARSAL = replace(
     dtype="float32",
     compiled=("linear_attn",),
     checked=("linear_attn", "simple_gla", "gla", "gated_delta_rule"),
-    shape="1x2x8x8",
-    wide="2x2x8x8",
+    shape="1x4x8x8",
+    wide="2x4x8x8",
     check_tokens=20,
     more_timed=("gla",),
     long_tokens=64,
@@ -187,4 +189,20 @@ SHORT = replace(
     trained=("simple_gla",),
     train_steps=3,
 )
-SIZES = {sizes.name: sizes for sizes in (FULL, REHEARSAL, SHORT)}
+ONE_GPU = replace(  # several processes share it: gloo serves them, and no host engine or baseline
+    FULL,
+    name="one_gpu",
+    compiled=("linear_attn", "simple_gla", "gla", "gated_delta_rule"),
+    checked=("linear_attn", "simple_gla", "gla", "gated_delta_rule"),
+    wide="2x32x128x128",
+    more_timed=(),
+    long_tokens=16384,
+    tokens=(2048, 4096),
+    systems=("chain_device", "log_scan_device", "all_gather_device", *IDEALS),
+    few=("chain_device", *IDEALS),
+    trained=("gated_delta_rule",),
+    train_tokens=512,
+    seconds=0.1,
+    engines=("device",),
+)
+SIZES = {sizes.name: sizes for sizes in (FULL, REHEARSAL, SHORT, ONE_GPU)}

@@ -67,7 +67,7 @@ def train(part: Part) -> int:
     """Losses and parameters after the steps, against those of one device."""
     wrong = 0
     for variant in part.sizes.trained:
-        for engine in ("device", "host"):
+        for engine in part.sizes.engines:
             name = {"engine": engine, "variant": variant, "quantity": "difference to one GPU"}
             if part.to_do("train", **name):
                 wrong += not _train_both(part, name)
