@@ -256,6 +256,19 @@ def test_sizes_that_no_tile_holds_are_refused(sizes: dict[str, int]) -> None:
         TritonExecutor(graphs).forward(problem, problem.zero_state())
 
 
+@pytest.mark.parametrize(("chunk_size", "documents"), [(8, None), (1, [0, 3, 5]), (512, None)])
+def test_chunks_that_no_tile_holds_are_refused(
+    chunk_size: int, documents: list[int] | None
+) -> None:
+    graphs = graphs_of("simple_gla")
+    tokens = 600 if documents is None else documents[-1]
+    problem = describe_call(graphs, tokens=tokens, cu_seqlens=documents, chunk_size=chunk_size)
+    with pytest.raises(
+        ExecutorError, match=rf"chunk_size is {chunk_size}.*16 to 256 tokens.*executor='torch'"
+    ):
+        TritonExecutor(graphs).forward(problem, problem.zero_state())
+
+
 def test_float64_is_refused() -> None:
     graphs = graphs_of("simple_gla")
     problem = describe_call(graphs, tokens=64, dtype=torch.float64)

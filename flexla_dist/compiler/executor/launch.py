@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import fx
 
-from flexla_dist.compiler.executor.problem import Outline
+from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.kernels import LOOPS, Kernel, Schedule
 from flexla_dist.compiler.kinds import HEAVY, VECTOR_SUMS
@@ -97,7 +97,7 @@ def value_dtype(name: str, node: fx.Node, gates: set[fx.Node], dtype: torch.dtyp
     return torch.float32 if exact else storage_dtype(dtype)
 
 
-def check_sizes(problem: Outline, column: str) -> None:
+def check_sizes(problem: Problem, column: str) -> None:
     """Raise ExecutorError for devices, sizes and types that kernels cannot run."""
     if problem.device.type == "cpu" and not interpreting():
         raise ExecutorError(
@@ -111,10 +111,23 @@ def check_sizes(problem: Outline, column: str) -> None:
                 f"{problem.spec.name}: dim {dim} is {size}; the triton executor holds whole dims "
                 f"of at most {MAX_TILE} in a tile. Use executor='torch'"
             )
+    _check_chunks(problem)
     if problem.compute_dtype == torch.float64:
         raise ExecutorError(
             f"{problem.spec.name}: the triton executor computes in float32; "
             "float64 inputs need executor='torch'"
+        )
+
+
+def _check_chunks(problem: Problem) -> None:
+    """A tile holds one chunk: only a document's only chunk may be shorter than the least tile."""
+    chunk_size, chunks = problem.layout.chunk_size, problem.layout.chunks
+    short = chunk_size < MIN_TILE and not all(chunk.first for chunk in chunks)
+    if short or chunk_size > MAX_TILE:
+        raise ExecutorError(
+            f"{problem.spec.name}: chunk_size is {chunk_size}; the triton executor holds a chunk "
+            f"in a tile of {MIN_TILE} to {MAX_TILE} tokens. Use such a chunk_size, or "
+            "executor='torch'"
         )
 
 
