@@ -9,7 +9,7 @@
 Each step is a set of processes of its own with a time limit; one that fails, hangs or is late is
 ended, started again past the point that ended it while its time lasts, and the next step begins.
 Rows go to scaling_runs/results/multi_gpu_<gpu>.csv and weak_scaling_<gpu>.csv after every point, so
-that a second run goes on where the first was; logs to <results>/multi_gpu_logs.
+that a second run goes on where the first was; logs of every rank to runs/multi_gpu.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Step:
 STEPS = (
     Step("compile", 90.0, stall=90.0),
     Step("check", 110.0, stall=45.0, attempts=3),
-    Step("links", 40.0, stall=25.0, attempts=2),
-    Step("weak", 140.0, stall=60.0, attempts=3),
+    Step("links", 45.0, stall=30.0, attempts=2),
+    Step("weak", 130.0, stall=60.0, attempts=3),
     Step("long", 50.0, stall=40.0, attempts=2),
     Step("train", 40.0, stall=40.0, attempts=2),
     Step("killed_device", 40.0, one_may_die=True),
@@ -91,7 +91,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="of the whole run; 570, 3000 in a rehearsal")
     parser.add_argument("--only", default=",".join(names), help=f"steps of {', '.join(names)}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
-    parser.add_argument("--copy", type=Path, help="copy the CSV files here after each step")
+    parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "multi_gpu", help="folder")
+    parser.add_argument("--copy", type=Path, help="copy rows and ends of logs here after each step")
     parser.add_argument("--commit", help="commit to note where there is no git history")
     options = parser.parse_args(words)
     options.steps = options.only.split(",")
@@ -128,7 +129,7 @@ class Program:
         self.sizes = SIZES[name]
         carrier = "cpu:gloo cuda:nccl" if name == "full" else "gloo"
         self.rows = self._open(carrier)
-        self.logs = options.results / "multi_gpu_logs"
+        self.logs: Path = options.logs
         self.logs.mkdir(parents=True, exist_ok=True)
 
     def _open(self, carrier: str) -> Rows:
@@ -233,6 +234,8 @@ class Program:
         for path in (self.rows.store.path, self._weak_file(), self._summary_file()):
             if path.exists():
                 shutil.copy(path, self.options.copy)
+        ends = [f"==== {log.name}\n{tail(log)}\n" for log in sorted(self.logs.glob("*.log"))]
+        (self.options.copy / "multi_gpu_logs.txt").write_text("".join(ends))
 
 
 def keep_killed(rows: Rows, folder: Path, step: str, ranks: int) -> None:

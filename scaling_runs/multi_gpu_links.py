@@ -32,6 +32,7 @@ Call = Callable[[], object]
 KINDS = ("scalar", "dense")
 COPIED_BYTES = 256 << 20
 CHECKS = 10
+SECONDS = 0.1  # of timed scans
 
 
 def links(part: Part) -> int:
@@ -50,7 +51,7 @@ def links(part: Part) -> int:
 
 def _engine(part: Part, engine: str) -> None:
     """Scans of one engine: strategies, kinds of M, sizes."""
-    clock = Clock(part.group, part.ranks.device)
+    clock, seconds = Clock(part.group, part.ranks.device), min(SECONDS, part.sizes.seconds)
     for kind in KINDS:
         for strategy in part.sizes.strategies:
             hops: list[tuple[int, float]] = []
@@ -61,12 +62,12 @@ def _engine(part: Part, engine: str) -> None:
                 if not part.to_do("links", quantity="scan", **name):
                     continue
                 call = scan_call(part, engine, strategy, element, crossing=True)
-                whole = Times.of(clock.barrier_samples(call, part.sizes.seconds))
+                whole = Times.of(clock.barrier_samples(call, seconds))
                 put = {**name, "quantity": "scan", "unit": "us"}
                 part.put("links", "ok", **put, value=1e3 * whole.median_ms)
                 if strategy == "chain" and part.ranks.world > 1:
                     call = scan_call(part, engine, strategy, element, crossing=False)
-                    apart = Times.of(clock.barrier_samples(call, part.sizes.seconds))
+                    apart = Times.of(clock.barrier_samples(call, seconds))
                     hop = 1e3 * (whole.median_ms - apart.median_ms) / (part.ranks.world - 1)
                     part.put("links", "ok", **{**put, "quantity": "hop"}, value=hop)
                     hops.append((size, 1e-6 * hop))

@@ -28,6 +28,7 @@ Row = dict[str, str]
 def rehearse(folder: Path, *words: str, seconds: float) -> tuple[str, list[Row]]:
     """Output and rows of a rehearsal."""
     command = [str(SCRIPT), "--rehearse", "--results", str(folder), "--commit", "abc", *words]
+    command += ["--logs", str(folder / "logs")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     with (folder / "multi_gpu_cpu.csv").open(newline="") as file:
@@ -51,7 +52,8 @@ def test_shortest_rehearsal(tmp_path: Path) -> None:
         assert row["first"] and row["last"]
     [killed] = of_step(rows, "killed").values()
     assert killed["status"] == "ok" and float(killed["value"]) < 20
-    assert (copied / "multi_gpu_cpu.csv").exists() and (copied / "multi_gpu_cpu.txt").exists()
+    names = {path.name for path in copied.iterdir()}
+    assert names == {"multi_gpu_cpu.csv", "multi_gpu_cpu.txt", "multi_gpu_logs.txt"}
 
 
 @pytest.mark.long
@@ -138,7 +140,7 @@ def test_points_of_a_real_run(ranks: int) -> None:
 
 def test_steps_fit_into_ten_minutes() -> None:
     limits = [step.limit for step in multi_gpu.STEPS if step.name != "weak_more"]
-    assert sum(limits) < 600 and set(SIZES) == {"full", "rehearsal", "short"}
+    assert sum(limits) < 600 and set(SIZES) == {"full", "rehearsal", "short", "one_gpu"}
 
 
 def test_multicast_is_off() -> None:
