@@ -93,7 +93,7 @@ class LongRun:
         return torch.randn(shape, generator=generator, dtype=DTYPES[self.dtype])
 
     @property
-    def scalars(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, Any]:
         """Run-time numbers of the operator."""
         return {"scale": self.size**-0.5}
 
@@ -131,7 +131,7 @@ def run_shard(rank: int, size: int, case: LongRun, folder: str) -> tuple[float, 
     """One rank: forward and backward of its shard, kept in `folder`; seconds of both, peak MiB."""
     mine = range(rank * case.blocks, (rank + 1) * case.blocks)
     parts = [case.inputs(index) for index in mine]
-    inputs = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+    inputs: dict[str, Any] = {n: torch.cat([part[n] for part in parts], 1) for n in parts[0]}
     del parts
     seed = torch.cat([case.gradient(index) for index in mine], 1)
     for x in inputs.values():
@@ -161,7 +161,8 @@ def compare(rank: int, size: int, case: LongRun, folder: str) -> dict[str, tuple
 @torch.no_grad()
 def by_tokens(case: LongRun, folder: str) -> dict[str, tuple[float, float]]:
     """Outputs and the last state against the recurrence over all tokens."""
-    spec, errors, state, found = get_variant(case.variant), Errors(), None, {}
+    spec, errors, state = get_variant(case.variant), Errors(), None
+    found: dict[str, Tensor] = {}
     for index, found, rows in _blocks(case, folder):
         want, state = run_recurrence(spec, case.inputs(index), {}, case.scalars, state)
         errors.add("o", found["o"][:, rows], want)
@@ -187,7 +188,7 @@ def by_blocks(case: LongRun, folder: str) -> dict[str, tuple[float, float]]:
     for index, found, rows in _blocks(case, folder, backward=True):
         inputs = _double(case.inputs(index))
         leaves = [x.requires_grad_() for x in (*inputs.values(), entering.pop())]
-        ends = op(**inputs, **case.scalars, initial_state=leaves[-1], output_final_state=True)
+        ends: Any = op(**inputs, **case.scalars, initial_state=leaves[-1], output_final_state=True)
         seeds = (case.gradient(index).double(), leaving)
         *grads, leaving = torch.autograd.grad(ends, leaves, seeds)
         for name, want in zip(inputs, grads, strict=True):
@@ -195,7 +196,7 @@ def by_blocks(case: LongRun, folder: str) -> dict[str, tuple[float, float]]:
     return errors.found()
 
 
-def _double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _double(inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {name: x.double() for name, x in inputs.items()}
 
 
