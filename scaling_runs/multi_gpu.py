@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from flexla_dist.comm.heaps.torch_symm import OVERLAP
-from scaling_runs.machine import RESULTS, ROOT, Machine, describe_machine
+from scaling_runs.machine import RESULTS, ROOT, UNKNOWN, Machine, describe_machine
 from scaling_runs.multi_gpu_ranks import Limits, Outcome, run_ranks, tail
 from scaling_runs.multi_gpu_rows import Rows
 from scaling_runs.multi_gpu_sizes import SIZES
@@ -43,6 +44,7 @@ QUIET = {  # multicast over NVLink can disable a shared host
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+NVSHMEM = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_SYMMETRIC_SIZE": "8G"}  # one host
 TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}  # what another system tunes is kept between steps
 
 
@@ -166,7 +168,7 @@ class Program:
             remaining = end - time.monotonic()
             if remaining < LEAST:
                 break
-            outcome = self._attempt(step, remaining)
+            outcome = self._attempt(step, remaining, attempt + 1)
             print(f"[{step.name}] {outcome.status}, {outcome.seconds:.0f} s", flush=True)
             if outcome.status in ("ok", "wrong"):  # to its end; rows say what was wrong
                 break
@@ -179,7 +181,7 @@ class Program:
                  note=note)  # fmt: skip
         return outcome.status in ("ok", "no time")
 
-    def _attempt(self, step: Step, remaining: float) -> Outcome:
+    def _attempt(self, step: Step, remaining: float, attempt: int) -> Outcome:
         options = self.options
         until = time.time() + max(LEAST / 2, remaining - step.soft)
         shared = ["--sizes", self.sizes.name, "--until", f"{until:.1f}"]
@@ -191,7 +193,7 @@ class Program:
         with tempfile.TemporaryDirectory(prefix="multi_gpu_") as folder:
             words = ["-m", "scaling_runs.multi_gpu_part", step.name, *shared]
             words += ["--results", str(options.results), "--folder", folder]
-            words += ["--commit", self.machine.commit]
+            words += ["--commit", self.machine.commit, "--attempt", str(attempt)]
             words += ["--one-gpu"] if options.one_gpu else []
             outcome = run_ranks(
                 words,
@@ -208,7 +210,7 @@ class Program:
 
     def _environment(self, interpret: bool) -> dict[str, str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        found = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths)}
+        found = {**os.environ, **QUIET, **NVSHMEM, "PYTHONPATH": os.pathsep.join(paths)}
         found |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **TUNED}
         if self.options.one_gpu:
             found[OVERLAP] = "1"
@@ -267,7 +269,10 @@ def keep_killed(rows: Rows, folder: Path, step: str, ranks: int) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the steps that the options name."""
     options = parse(words)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended too
     machine = describe_machine(options.commit)
+    if machine.commit == UNKNOWN:  # rows must be known again within this run at least
+        machine = replace(machine, commit=f"unknown at {time.strftime('%Y-%m-%d %H:%M:%S')}")
     if options.rehearse:
         machine = replace(machine, gpu="cpu")
     return Program(options, machine).run()

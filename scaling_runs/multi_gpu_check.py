@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexla_dist.comm.heaps import HeapError, make_heap
+from flexla_dist.comm.heaps import HeapError
+from flexla_dist.comm.heaps.meeting import Meeting
+from flexla_dist.comm.heaps.nvshmem import NvshmemHeap
+from flexla_dist.comm.links import GroupRanks
 from flexla_dist.parallel import check_exchanges, use_heap
 from scaling_runs.baselines import Refused, get_system
 from scaling_runs.multi_gpu_ranks import WRONG
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from scaling_runs.multi_gpu_part import Part
 
 Found = tuple[float, bool]
+Known = dict[tuple[str, torch.dtype], dict[str, Tensor]]  # unsharded results
 
 
 def check(part: Part) -> int:
@@ -31,10 +35,11 @@ def check(part: Part) -> int:
 
 
 def check_nvshmem(part: Part) -> int:
-    """The device engine over NVSHMEM's memory, where that can be had."""
+    """The device engine by NVSHMEM's functions, where that can be had."""
     name = {"engine": "device", "quantity": "nvshmem heap"}
     try:
-        heap = make_heap(part.group, part.ranks.device, "nvshmem", timeout=part.sizes.timeout)
+        meeting = Meeting(GroupRanks.of(part.group), part.sizes.timeout)
+        heap = NvshmemHeap(meeting, part.ranks.device, dialect="nvshmem")
     except HeapError as why:
         part.put("check_nvshmem", "refused", **name, note=short_text(why))
         return 0
@@ -44,10 +49,11 @@ def check_nvshmem(part: Part) -> int:
 
 
 def _check(part: Part, step: str, engines: tuple[str, ...]) -> int:
+    """An engine after the other, so that one which ends the program leaves the other alone."""
     wrong = 0
-    for variant in part.sizes.checked:
-        want: dict[torch.dtype, dict[str, Tensor]] = {}
-        for engine in engines:
+    want: Known = {}
+    for engine in engines:
+        for variant in part.sizes.checked:
             for strategy in part.sizes.strategies:
                 name = {"engine": engine, "strategy": strategy, "variant": variant}
                 if part.to_do(step, **name):
@@ -55,9 +61,7 @@ def _check(part: Part, step: str, engines: tuple[str, ...]) -> int:
     return WRONG if wrong else 0
 
 
-def _case(
-    part: Part, step: str, name: dict[str, str], want: dict[torch.dtype, dict[str, Tensor]]
-) -> bool:
+def _case(part: Part, step: str, name: dict[str, str], want: Known) -> bool:
     """One comparison; False where it is wrong."""
     try:
         worst, same = _errors(part, name, want)
@@ -85,14 +89,15 @@ def _case(
     return good
 
 
-def _errors(part: Part, name: dict[str, str], want: dict[torch.dtype, dict[str, Tensor]]) -> Found:
+def _errors(part: Part, name: dict[str, str], want: Known) -> Found:
     """This rank's largest error as a multiple of its bound, and whether bits repeat."""
     point = _point(part, name)
     lengths = tuple(part.sizes.check_tokens + 3 * rank for rank in range(point.P))
     host = get_system(point.system).engine != "device" and part.ranks.device.type == "cpu"
     dtype = torch.float64 if host else getattr(torch, point.dtype)
-    comparison = Comparison(point, part.setup, lengths, want.get(dtype))
-    want[dtype] = comparison.want
+    key = (point.variant, dtype)
+    comparison = Comparison(point, part.setup, lengths, want.get(key))
+    want[key] = comparison.want
     first, again = comparison.sharded(), comparison.sharded()
     if name["engine"] == "device":
         check_exchanges(part.group)

@@ -116,6 +116,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--until", type=float, required=True, help="time to begin nothing after")
     parser.add_argument("--results", type=Path, required=True, help="folder of the CSV files")
     parser.add_argument("--folder", type=Path, required=True, help="for what ranks leave behind")
+    parser.add_argument("--attempt", type=int, default=1, help="of the step; another order from 2")
     parser.add_argument("--one-gpu", action="store_true", help="all ranks share the first GPU")
     parser.add_argument("--commit", help="commit to note where there is no git history")
     return parser.parse_args(words)
@@ -125,6 +126,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Join the ranks and run the step."""
     options = parse(words)
     sizes = SIZES[options.sizes]
+    if options.attempt > 1:
+        sizes = sizes.turned()
     torch.set_num_threads(1)
     ranks = _start_on_one_gpu() if options.one_gpu else _start(sizes)
     rows = None
@@ -133,7 +136,10 @@ def main(words: Sequence[str] | None = None) -> int:
         carrier = dist.get_backend_config().replace(",", " ")
         rows = Rows(options.results, machine, ranks.world, sizes.name, carrier)
     part = Part(options, sizes, ranks, rows)
-    return STEPS[options.step](part)
+    code = STEPS[options.step](part)
+    if not options.step.startswith("killed"):
+        dist.all_reduce(torch.zeros(1))  # the first rank holds the store: it is the last to go
+    return code
 
 
 def _start(sizes: Sizes) -> Ranks:

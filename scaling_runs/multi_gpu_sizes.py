@@ -13,7 +13,7 @@ HOST = STRATEGIES
 DEVICE = tuple(f"{name}_device" for name in STRATEGIES)
 OTHERS = ("lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp")
 IDEALS = ("ideal_same_plan", "ideal_best")
-EVERY = (*DEVICE, *HOST, "auto", *OTHERS, *IDEALS)
+EVERY = (*DEVICE, "auto", *HOST, *OTHERS, *IDEALS)
 FEW = ("chain_device", "log_scan_device", "chain", "lasp2", "fla_cp", *IDEALS)
 
 
@@ -37,7 +37,7 @@ class Stages(Grid):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of all steps of a run.
+    """Sizes of all steps of a run, and the order of work in them.
 
     compiled: variants whose kernels are made ahead. checked: variants that are compared; shape:
     BxHxKxV of that and of the weak grid's first part. check_tokens: of the first rank, each further
@@ -72,6 +72,16 @@ class Sizes:
     timeout: float
     engines: tuple[str, ...] = ("device", "host")
 
+    def turned(self) -> Sizes:
+        """With systems and engines in reversed order: after something has ended a step, those of
+        another kind come first."""
+        return replace(
+            self,
+            systems=self.systems[::-1],
+            few=self.few[::-1],
+            engines=self.engines[::-1],
+        )
+
     def node_size(self, ranks: int) -> int | None:
         """Ranks that count as a node for the hierarchical strategy: two nodes where that makes a
         difference to doubling."""
@@ -98,7 +108,8 @@ class Sizes:
         return Stages.of((self.grid(ranks),))
 
     def weak_more(self, ranks: int) -> Stages:
-        """Shorter shards, fewer ranks with few systems, and more variants."""
+        """What the main comparison left, shorter shards, fewer ranks with few systems, and more
+        variants."""
         fewer = tuple(n for n in (4, 2) if n < ranks)
         both = self.tokens[::-1]
         first = (self.grid(ranks, shapes=(self.wide,), tokens_per_rank=(self.tokens[0],)),)
@@ -115,7 +126,7 @@ class Sizes:
             )
             for n in fewer
         )
-        return Stages.of((*first, *less, alone, other, *short))
+        return Stages.of((self.grid(ranks), *first, *less, alone, other, *short))
 
     def long(self, ranks: int) -> Stages:
         """One long sequence over all ranks."""
@@ -162,12 +173,13 @@ REHEARSAL = replace(
     compiled=("linear_attn",),
     checked=("linear_attn", "simple_gla", "gla", "gated_delta_rule"),
     shape="1x4x8x8",
-    wide="2x4x8x8",
+    wide="1x4x8x8",
     check_tokens=20,
     more_timed=("gla",),
     long_tokens=64,
     tokens=(16, 32),
     systems=(*DEVICE, *HOST, "lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp", *IDEALS),
+    few=("chain_device", "chain", "ideal_best"),
     link_heads=(1, 2),
     train_tokens=48,
     train_heads=2,

@@ -138,6 +138,14 @@ def test_points_of_a_real_run(ranks: int) -> None:
     assert {"fla_cp", "ideal_same_plan", "ideal_best"} <= systems
 
 
+def test_another_attempt_begins_with_other_systems() -> None:
+    again = FULL.turned()
+    assert again.engines == ("host", "device")
+    first = [p.system for p in again.weak(8).points()[:16]]
+    assert first[0] == "ideal_best" and first[-1] == "chain_device"
+    assert set(again.weak_more(8).points()) == set(FULL.weak_more(8).points())
+
+
 def test_steps_fit_into_ten_minutes() -> None:
     limits = [step.limit for step in multi_gpu.STEPS if step.name != "weak_more"]
     assert sum(limits) < 600 and set(SIZES) == {"full", "rehearsal", "short", "one_gpu"}
