@@ -51,8 +51,9 @@ class ShardedAttend(torch.autograd.Function):
             finals = call.final_states(exits, batch)
             arriving.join()
         layout = problem.layout
+        chosen, chunks = call.executor, len(layout.chunks)
         call.op.last_plan = Plan(
-            call.executor.name, layout.chunk_size, len(layout.chunks), problem.num_sequences
+            chosen.name, layout.chunk_size, chunks, problem.num_sequences, chosen.plan
         )
         ctx.call, ctx.states, ctx.initial = call, len(entry), [(t.shape, t.dtype) for t in initial]
         ctx.save_for_backward(*inputs.values(), *params.values(), *entry, *kept)

@@ -36,6 +36,7 @@ class MeshConfig:
         cp: ranks that share one sequence.
         dp: groups of such ranks, each with sequences of its own; 0 takes all ranks that are there.
         strategy: how states travel between the ranks of a sequence.
+        backend: who carries them: torch.distributed ("host"), kernels ("device"), or "auto".
         node_size: ranks on one node, for the hierarchical strategy; null asks the hosts.
         wrapper: replicate the parameters (ddp) or shard them too (fsdp).
         timeout: seconds after which a rank that waits for another gives up.
@@ -44,6 +45,7 @@ class MeshConfig:
     cp: int = 1
     dp: int = 0
     strategy: Literal["auto", "chain", "log_scan", "hierarchical", "all_gather"] = "auto"
+    backend: Literal["auto", "host", "device"] = "auto"
     node_size: int | None = None
     wrapper: Literal["ddp", "fsdp"] = "ddp"
     timeout: float = 120.0

@@ -28,6 +28,7 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
         model,
         mesh["cp"],
         strategy=config.mesh.strategy,
+        backend=config.mesh.backend,
         node_size=config.mesh.node_size,
         timeout=config.mesh.timeout,
     )

@@ -91,3 +91,10 @@ def test_a_failure_ends_both_ranks_with_status_one(folder: Path, code: str) -> N
     for status, errors in train(folder, "--checkpoint.resume=latest", "--steps=4", code=code):
         assert status == 1 and "a broken step" in errors
         assert "terminate called" not in errors
+
+
+def test_a_backend_that_cannot_be_had_is_refused_with_its_reason(folder: Path) -> None:
+    words = ("--mesh.backend=device", f"--out={folder / 'other'}")
+    for status, errors in train(folder, *words):
+        assert status != 0 and "backend" in errors and "TRITON_INTERPRET" in errors
+        assert "terminate called" not in errors
