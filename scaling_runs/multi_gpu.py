@@ -38,6 +38,7 @@ from scaling_runs.multi_gpu_sizes import SIZES
 from scaling_runs.multi_gpu_summary import summary
 
 RESERVE = 6.0  # seconds kept for the summary
+NOT_RIGHT = ("begun", "failed", "wrong", "late", "stuck")
 LEAST = 12.0  # a step with less time than this is left out
 QUIET = {  # multicast over NVLink can disable a shared host
     "NCCL_NVLS_ENABLE": "0",
@@ -144,7 +145,7 @@ class Program:
         return self.options.seconds - RESERVE - (time.monotonic() - self.begun)
 
     def run(self) -> int:
-        """All steps; 1 where one has failed."""
+        """All steps; 1 where one has failed or a row of this commit is not right."""
         bad = 0
         for step in STEPS:
             engine = step.name.removeprefix("killed_")
@@ -158,7 +159,8 @@ class Program:
         print(f"\n{short}\n\n{time.monotonic() - self.begun:.0f} s; all rows as tables: ", end="")
         print(self._summary_file(), flush=True)
         self._copy()
-        return int(bad > 0)
+        own = [row for row in rows if row["commit"] == self.machine.commit]
+        return int(bad > 0 or any(row["status"] in NOT_RIGHT for row in own))
 
     def _step(self, step: Step) -> bool:
         """One step, with its further attempts; True where it did what it can."""

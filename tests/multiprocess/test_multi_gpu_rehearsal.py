@@ -157,11 +157,18 @@ def test_multicast_is_off() -> None:
         assert f"{name}={value}" in text
 
 
+def test_help() -> None:
+    ran = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert ran.returncode == 0 and "multi_gpu.sh --rehearse" in ran.stdout
+    assert os.access(SCRIPT, os.X_OK) and "set -euo pipefail" in SCRIPT.read_text()
+
+
 def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--only", "chek"], "chek is not among"),
         (["--short"], "--short goes with --rehearse"),
         (["--rehearse", "--ranks", "1"], "wants at least 2 GPUs"),
+        (["--rehearse", "--one-gpu"], "give one of them"),
     ):
         with pytest.raises(SystemExit):
             multi_gpu.parse(words)
