@@ -62,8 +62,7 @@ class _Scheduler(ChunkKernels):
         if decays:
             body, loads = self.body_of(decays.values())
             self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
-        if maps:
-            self.kernels.append(self._loop("map", maps))
+        self._add_maps(maps or {})
         loop = self._loop(kind, carried)
         for node in carried:
             self.stored[node] = None
@@ -87,14 +86,34 @@ class _Scheduler(ChunkKernels):
         if decays:
             body, loads = self.body_of(decays.values())
             self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
-        if maps:
-            self.kernels.append(self._loop("map", maps))
+        self._add_maps(maps)
         self.kernels.append(replace(self._loop("summary", carried), history=False))
         self.add_chunks("before_output", sorted(heavy, key=self.order.__getitem__))
         body, loads = self.body_of([*results.values(), *carried.values()])
         loads = [node for node in loads if node not in carried]
         scan = Kernel("scan", "scan", tuple(loads), tuple(body), results, carried, history=False)
         self.kernels.append(scan)
+
+    def _add_maps(self, maps: dict[fx.Node, fx.Node]) -> None:
+        """A kernel for M of each state, with as many columns as M has rows: whatever sums over the
+        state's own columns is made before."""
+        self.add_chunks("before_map", self._column_sums(maps))
+        for at, (node, following) in enumerate(maps.items()):
+            loop = self._loop("map", {node: following})
+            self.kernels.append(replace(loop, name=f"map_{at}") if at else loop)
+
+    def _column_sums(self, maps: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+        for state, following in maps.items():
+            column, reached = state.meta["dims"][-1], {state}
+            for node in self.body_of([following])[0]:
+                operands = [x for x in node.args if isinstance(x, fx.Node)]
+                summed = any(column in x.meta["dims"] for x in operands)
+                if any(x in reached for x in operands):
+                    reached.add(node)
+                elif summed and column not in node.meta["dims"]:
+                    found[node] = None
+        return list(found)
 
     def _loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> Kernel:
         body, loads = self.body_of(carried.values())

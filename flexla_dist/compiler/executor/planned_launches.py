@@ -7,7 +7,7 @@ kernels to rooms.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,8 +98,10 @@ class LaunchPlanner:
     def _uneven_dims(self) -> frozenset[str]:
         sizes = self.problem.sizes
         uneven = {dim for dim, size in sizes.items() if size != power_of_two(size)}
-        if any(t.has_matrix for t in self.executor.graphs.transitions.values()) and uneven:
-            uneven.add(self.schedule.column)  # M is scanned with as many columns as rows
+        if uneven:  # M is scanned with as many columns as rows
+            transitions = self.executor.graphs.transitions
+            dims = self.problem.spec.state_dims
+            uneven.update(dims[name][-1] for name, t in transitions.items() if t.has_matrix)
         return frozenset(uneven)
 
     def _choose_segments(self) -> Segments | None:
@@ -169,7 +171,8 @@ class LaunchPlanner:
         keep: bool = True,
         columns: int | None = None,
     ) -> None:
-        """Add one kernel; `override` replaces memory, `columns` the size of the column dim."""
+        """Add one kernel; `override` replaces memory, `columns` the size of the last dim of what
+        the kernel carries."""
         kernel, emitted = built.kernel, built.emitted
         how = self._configured(built, keep, columns)
         if kernel.kind != "map":
@@ -192,6 +195,9 @@ class LaunchPlanner:
         found = self.executor.configured.get(key)
         if found is None:
             launch = launching.configuration(problem, self.schedule, kernel, self.shrink)
+            if columns and self.schedule.contracts_column:  # then every program holds them all
+                width = max(launch.column_tile, power_of_two(columns))
+                launch = replace(launch, column_tile=width)
             tiles = launching.column_tiles(problem, self.schedule, kernel, launch, columns)
             constants = {
                 name: self.constant(name, kernel, launch, tiles, keep, columns)
@@ -247,19 +253,18 @@ class LaunchPlanner:
     ) -> Any:
         """A constexpr of a launch."""
         problem = self.problem
-        column = self.schedule.column
+        replaced = {x.meta["dims"][-1]: columns for x in kernel.carried if columns}
         if name.startswith("size_"):
             dim = name.removeprefix("size_")
-            return columns if columns and dim == column else problem.size(dim)
+            return replaced.get(dim) or problem.size(dim)
         if name == "tile_C":
             return self.tile_c
         if name.startswith("tile_"):
             dim = name.removeprefix("tile_")
-            size = columns if columns and dim == column else problem.size(dim)
-            tile = power_of_two(size)
+            tile = power_of_two(replaced.get(dim) or problem.size(dim))
             if dim == kernel.row_dim:
                 return launching.row_tile(problem, kernel)
-            return min(tile, launch.column_tile) if dim == column else tile
+            return min(tile, launch.column_tile) if dim == self.schedule.column else tile
         if name.startswith("heads_"):
             return self._group_heads(name.removeprefix("heads_"))
         packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)

@@ -133,20 +133,18 @@ class Planner(LaunchPlanner):
         """M of every segment: the scan of M alone, from the identity."""
         if self.segments is None:
             return
-        override: dict[str, Room] = {}
-        columns = None
-        for node in built.kernel.carried:
-            key = node.meta["key"]
-            columns = rows = self.problem.size(node.meta["dims"][0])
-            shape = (self.segments.count, self.problem.heads, rows, rows)
-            identity = partial(between.identities, shape=shape, device=self.problem.device)
-            override[f"enter_{key}_ptr"] = self.rooms.compute(identity)
-            override[f"leave_{key}_ptr"] = Room(shape, torch.float32)
-            override[f"{key}_ptr"] = override[f"leave_{key}_ptr"]
-        self.launch(built, override, keep=False, columns=columns)
-        for node in built.kernel.carried:
-            key = node.meta["key"]
-            self.entering.maps[key.removeprefix("state_")] = override[f"leave_{key}_ptr"]
+        (node,) = built.kernel.carried
+        key, rows = node.meta["key"], self.problem.size(node.meta["dims"][0])
+        shape = (self.segments.count, self.problem.heads, rows, rows)
+        identity = partial(between.identities, shape=shape, device=self.problem.device)
+        found = Room(shape, torch.float32)
+        override = {
+            f"enter_{key}_ptr": self.rooms.compute(identity),
+            f"leave_{key}_ptr": found,
+            f"{key}_ptr": found,
+        }
+        self.launch(built, override, keep=False, columns=rows)
+        self.entering.maps[key.removeprefix("state_")] = found
 
     def _loop(self, built: Built, kind: str) -> None:
         """A scan over all chunks, whole or in segments."""
