@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.errors import ExecutorError
 from flexla_dist.ops.op import LinearAttentionOp
 
 from .test_triton_executor import Case, graphs_of, make_call, operator
@@ -114,3 +115,27 @@ def test_entry_is_not_read_before_it_is_needed() -> None:
     opened.proceed()
     done = executor.forward(problem, entry, opened)
     assert torch.equal(done.output, executor.forward(problem, entry).output)
+
+
+def test_a_call_without_rows_or_tokens_is_refused() -> None:
+    case = Case(20, batch=2, chunk_size=16)
+    op = operator("gla", case)
+    executor: Any = op.executor("triton")
+    inputs = {name: x.detach() for name, x in make_call("gla", case).inputs.items()}
+    for cut in (lambda x: x[:0], lambda x: x[:, :0]):
+        problem = op.bind({n: cut(x) for n, x in inputs.items()}, {}, {"scale": 1.0}, None)
+        with pytest.raises(ExecutorError, match="at least one row and one token"):
+            executor.open_forward(problem, problem.zero_state())
+
+
+def test_gradients_of_values_without_columns() -> None:
+    case = Case(20, K=16, V=0, chunk_size=16)
+    call, op = make_call("gla", case), operator("gla", case)
+    output, _ = op(**call.inputs, **call.params, **call.scalars)
+    assert output.shape[-1] == 0
+    for x, grad in zip(
+        call.inputs.values(),
+        torch.autograd.grad(output.sum(), list(call.inputs.values())),
+        strict=True,
+    ):
+        assert grad.shape == x.shape and not grad.any()

@@ -17,7 +17,7 @@ def input_sum(found: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """[tiles, B, T, HV, ...] to [B, T, H, ...]."""
     if group > 1:
         found = found.unflatten(3, (found.shape[3] // group, group)).sum(4)
-    return (found.sum(0) if found.shape[0] > 1 else found[0]).to(dtype)
+    return (found[0] if found.shape[0] == 1 else found.sum(0)).to(dtype)
 
 
 def param_sum(found: Tensor, dtype: torch.dtype) -> Tensor:

@@ -187,6 +187,11 @@ class TritonExecutor:
         return self._open(problem, "backward", Arguments(entry, (grad_output,), entry, saved))
 
     def _open(self, problem: Problem, direction: str, arguments: Arguments) -> OpenedTriton:
+        if not problem.layout.chunks or problem.batch == 0:
+            raise ExecutorError(
+                f"{self.spec.name}: B is {problem.batch} and T is {problem.tokens}; a call that "
+                "stops where states cross ranks needs at least one row and one token"
+            )
         transitions = self.graphs.transitions
         kinds = [
             "dense" if transitions[n].has_matrix
