@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flexla_dist.compiler.executor.opened_torch import OpenedTorch
 from flexla_dist.ops.op import LinearAttentionOp, compile, run_local
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import make_inputs
@@ -40,11 +41,24 @@ class PacedExecutor:
         """The name of the executor inside."""
         return self.inner.name
 
+    @property
+    def plan(self) -> str:
+        """The plan of the executor inside."""
+        return self.inner.plan
+
+    def open_forward(self, problem: Any, entry: Any) -> OpenedTorch:
+        """A call whose summary is paced."""
+        return OpenedTorch(lambda sequence: self.summary(problem, sequence))
+
+    def open_backward(self, problem: Any, *rest: Any) -> OpenedTorch:
+        """A call whose adjoint summary is paced."""
+        return OpenedTorch(lambda sequence: self.adjoint_summary(problem, *rest, sequence))
+
     def summary(self, problem: Any, sequence: int) -> Any:
         """Paced."""
         return self._paced(self.kernels.summary, problem, self.inner.summary, problem, sequence)
 
-    def forward(self, problem: Any, entry: Any) -> Any:
+    def forward(self, problem: Any, entry: Any, opened: Any = None) -> Any:
         """Paced."""
         return self._paced(self.kernels.forward, problem, self.inner.forward, problem, entry)
 
@@ -53,7 +67,7 @@ class PacedExecutor:
         inner = self.inner.adjoint_summary
         return self._paced(self.kernels.adjoint, problem, inner, problem, *rest)
 
-    def backward(self, problem: Any, *rest: Any) -> Any:
+    def backward(self, problem: Any, *rest: Any, opened: Any = None) -> Any:
         """Paced."""
         return self._paced(self.kernels.backward, problem, self.inner.backward, problem, *rest)
 
