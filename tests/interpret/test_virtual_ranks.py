@@ -12,7 +12,6 @@ from scaling_runs.virtual_run import VirtualRanks
 
 from .test_triton_executor import graphs_of
 
-
 CASES = [
     (name, s) for name in ("simple_gla", "gla", "gated_delta_rule") for s in ("chain", "all_gather")
 ]
