@@ -106,18 +106,6 @@ def _document_spans(layout: ChunkLayout) -> list[tuple[int, int, int, int]]:
     return [(d, offsets[d], counts[d], offsets[d + 1] - offsets[d]) for d in range(len(counts))]
 
 
-def segment_decays(decays: Tensor, segments: Segments) -> Tensor:
-    """Product of the chunks' elementwise M, [chunks, HV, ...] to [segments, HV, ...]."""
-    lengths = {b - a for a, b in pairwise(segments.chunks)}
-    if len(lengths) == 1:
-        return decays.unflatten(0, (segments.count, lengths.pop())).prod(1)
-    out = decays.new_ones(segments.count, *decays.shape[1:])
-    for index, (a, b) in enumerate(pairwise(segments.chunks)):
-        if b > a:
-            torch.prod(decays[a:b], 0, out=out[index])
-    return out
-
-
 def fold(
     local: Tensor, decay: Tensor | None, matrix: Tensor | None, entry: Tensor, segments: Segments
 ) -> Tensor:
