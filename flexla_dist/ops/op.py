@@ -240,7 +240,8 @@ def compile(
 
     Args:
         executor: default executor; None chooses by device.
-        chunk_size: tokens of a chunk, a power of two; None lets the executor choose.
+        chunk_size: tokens of a chunk, a power of two; None chooses 64, or 32 for float32 inputs
+            whose states have a dim above 128.
         strict: turn numerics warnings (an exponential that may overflow) into errors.
         check: also run the spec on random data with C = 1, 5 and 64 and name the stage that
             differs.

@@ -130,8 +130,11 @@ def test_expired_wait_is_told() -> None:
     group.timeout = 0.05
     spans = on_gpu([cases.random_span("rows", 2, cases.Sizes(1, 1, 16, 16), g) for _ in range(3)])
     workspace = group.prepare(spans[0])
-    word = workspace.layouts[0].sent + 8
-    workspace.memory.parts[0][word : word + 8].view(torch.int64).fill_(5)
+    # The sender believes that a later epoch lies unread in the next slot, so it waits for that.
+    layout, part = workspace.layouts[0], workspace.memory.parts[0]
+    epoch = 1 + int(part[layout.epochs : layout.epochs + 8].view(torch.int64))
+    word = layout.sent + 8 * (epoch % 2)
+    part[word : word + 8].view(torch.int64).fill_(epoch + 4)
     group.prefix_all(spans, [True, True])
     with pytest.raises(ExchangeTimeout, match="rank 0 waited for rank 1"):
         group.check()

@@ -268,6 +268,23 @@ def test_the_plan_says_what_ran() -> None:
     assert op.last_plan is not None and op.last_plan.chunk_size == 1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "K", "chunk_size"),
+    [(torch.float32, 160, 32), (torch.float32, 128, 64), (torch.bfloat16, 160, 64)],
+)
+def test_wide_float32_states_have_shorter_chunks(
+    dtype: torch.dtype, K: int, chunk_size: int
+) -> None:
+    """Else a chunk's rows and the state do not fit a GPU's shared memory; on every device."""
+    op = LinearAttentionOp(op_of("gla").graphs, None, None)
+    sizes = {"K": K, "V": 16}
+    call_op(op, make_inputs(SPECS["gla"], tokens=70, sizes=sizes, dtype=dtype, requires_grad=False))
+    assert op.last_plan is not None and op.last_plan.chunk_size == chunk_size
+    fixed = LinearAttentionOp(op_of("gla").graphs, None, 16)
+    call_op(fixed, make_inputs(SPECS["gla"], tokens=70, sizes=sizes, requires_grad=False))
+    assert fixed.last_plan is not None and fixed.last_plan.chunk_size == 16
+
+
 def test_a_scalar_with_a_default_may_be_left_out() -> None:
     spec = replace(SPECS["linear_attn"], scalars={"scale": 0.25})
     op = compile(spec)

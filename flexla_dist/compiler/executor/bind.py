@@ -22,6 +22,8 @@ from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims, nearest, whole_numbers
 from flexla_dist.spec.spec import InputSpec, LinearAttentionSpec
 
 DEFAULT_CHUNK_SIZE = 64
+WIDE_CHUNK_SIZE = 32  # where the rows of a chunk and a tile of the state would fill shared memory
+WIDE_ROW_BYTES = 512
 MOST_KNOWN = 256  # calls of an operator that are not checked again; the oldest goes
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -116,7 +118,8 @@ def outline(
             f"{spec.name}: cu_seqlens packs documents along T and needs B = 1, got B = {batch}; "
             "reshape [B, T] to [1, B * T]"
         )
-    limit = DEFAULT_CHUNK_SIZE if chunk_size is None else chunk_size
+    output_dtype = _output_dtype(spec, inputs)
+    limit = chunk_size or _usual_chunk_size(spec, sizes, output_dtype)
     double = any(x.dtype == torch.float64 for x in (*inputs.values(), *params.values()))
     return Outline(
         spec=spec,
@@ -129,8 +132,22 @@ def outline(
         sizes=sizes,
         device=device,
         compute_dtype=torch.float64 if double else torch.float32,
-        output_dtype=_output_dtype(spec, inputs),
+        output_dtype=output_dtype,
     )
+
+
+def _usual_chunk_size(
+    spec: LinearAttentionSpec, sizes: Mapping[str, int], dtype: torch.dtype
+) -> int:
+    """Tokens of a chunk where the user leaves it open; the same on every device and executor."""
+    widest = max((sizes.get(d, 1) for d in _held_dims(spec)), default=1)
+    wide = dtype == torch.float32 and widest * dtype.itemsize > WIDE_ROW_BYTES
+    return WIDE_CHUNK_SIZE if wide else DEFAULT_CHUNK_SIZE
+
+
+def _held_dims(spec: LinearAttentionSpec) -> set[str]:
+    """Dims of states that are matrices: their rows are held whole."""
+    return {dim for dims in spec.state_dims.values() if len(dims) > 1 for dim in dims}
 
 
 # -- checks ---------------------------------------------------------------------------------------

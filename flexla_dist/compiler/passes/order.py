@@ -7,7 +7,16 @@ taken out once they are tidy; graphs without gradients have nothing of it.
 
 from __future__ import annotations
 
-from flexla_dist.compiler.passes import cuts, diagonals, domain, padding, scans, simplify, transpose
+from flexla_dist.compiler.passes import (
+    cuts,
+    diagonals,
+    domain,
+    padding,
+    scales,
+    scans,
+    simplify,
+    transpose,
+)
 from flexla_dist.compiler.passes.engine import Rule
 
 FORWARD_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
@@ -31,5 +40,6 @@ UNPADDED_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
 )
 KERNEL_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
     ("last rows of scans", scans.RULES),
+    ("scales out of products", scales.RULES),
     ("tidy kernels", simplify.RULES),
 )
