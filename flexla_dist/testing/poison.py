@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from flexla_dist.compiler.executor import memory
+
 PACKAGE = "flexla_dist"
 
 
@@ -26,12 +28,13 @@ def _poisoned(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Within the block, floating-point results of `torch.empty`, `torch.empty_like`,
-    `torch.empty_strided`, `Tensor.new_empty` and `Tensor.new_empty_strided` called from modules of
-    this package hold NaN."""
+    `torch.empty_strided`, `Tensor.new_empty`, `Tensor.new_empty_strided` and the functions of
+    `flexla_dist.compiler.executor.memory` called from modules of this package hold NaN."""
     places: list[tuple[Any, str]] = [
         (torch, name) for name in ("empty", "empty_like", "empty_strided")
     ]
     places += [(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")]
+    places += [(memory, name) for name in ("empty_cpu", "empty_cuda")]
     originals = [(place, name, getattr(place, name)) for place, name in places]
     for place, name, original in originals:
         setattr(place, name, _poisoned(original))

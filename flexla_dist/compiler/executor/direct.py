@@ -10,7 +10,9 @@ of that plan returned and hands it pointers as integers. A call must go the ordi
 
 Written for Triton 3.6: `CompiledKernel.run(x, y, z, stream, function, packed metadata, launch
 metadata, enter hook, exit hook, *arguments)`, arguments in the order of the signature, constants
-included, pointers as integers.
+included, pointers as integers. On CUDA `run` is a Python object that asks for scratch memory and
+calls a function in C with two flags and two scratch pointers more; without scratch memory that
+function is called at once.
 """
 
 from __future__ import annotations
@@ -20,28 +22,37 @@ from typing import Any
 
 import torch
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 
 class Direct:
-    """A compiled kernel with its grid and the constants behind its run-time arguments."""
+    """A compiled kernel with its grid and the constants around its run-time arguments.
 
-    __slots__ = ("function", "grid", "packed", "run", "tail")
+    `launch(columns, rows, 1, stream, *front, *arguments, *tail)` launches it.
+    """
+
+    __slots__ = ("front", "grid", "launch", "tail")
 
     def __init__(self, kernel: CompiledKernel, grid: tuple[int, int], tail: Sequence[Any]):
-        self.run = kernel.run
-        self.function, self.packed = kernel.function, kernel.packed_metadata
+        self.launch, more = _launcher(kernel.run)
+        self.front = (kernel.function, *more, kernel.packed_metadata, None, None, None)
         self.grid, self.tail = grid, tuple(tail)
 
     def __call__(self, stream: int, arguments: Sequence[Any]) -> None:
         """Launch on a stream; pointers and run-time numbers in the order of the signature."""
         columns, rows = self.grid
-        # fmt: off
-        self.run(columns, rows, 1, stream, self.function, self.packed, None, None, None,
-                 *arguments, *self.tail)
-        # fmt: on
+        self.launch(columns, rows, 1, stream, *self.front, *arguments, *self.tail)
+
+
+def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a kernel, and its arguments between the function and the metadata."""
+    plain = type(run) is CudaLauncher and not (run.global_scratch_size or run.profile_scratch_size)
+    if not plain:
+        return run, ()
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
 
 
 def direct(

@@ -11,7 +11,7 @@ a fixed order: the same call gives the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
+from flexla_dist.compiler.executor.straight import Straight, straight
 from flexla_dist.compiler.executor.triton_run import Plan, Run, run
 from flexla_dist.compiler.kernels import Kernel, Schedule, buffer_name
 from flexla_dist.compiler.pipeline import Graphs
@@ -249,7 +250,7 @@ class TritonExecutor:
     ) -> Plan:
         """The plan of a call: made once for equal shapes, dtypes and documents."""
         kinds = [x.dtype for x in arguments.tensors]
-        key = (problem.family, direction, shrink, self.plan, self.segment_chunks, pauses, *kinds)
+        key = self._plan_key(problem, direction, shrink, pauses, kinds)
         plan = self._plans.get(key)
         if plan is None:
             plan = Planner(self, problem, direction, arguments, shrink, pauses).plan()
@@ -257,6 +258,38 @@ class TritonExecutor:
                 self._plans.pop(next(iter(self._plans)), None)
             self._plans[key] = plan
         return plan
+
+    def _plan_key(
+        self,
+        problem: Problem,
+        direction: str,
+        shrink: int,
+        pauses: bool,
+        kinds: Sequence[torch.dtype],
+    ) -> tuple[Any, ...]:
+        return (problem.family, direction, shrink, *self.choice, pauses, *kinds)
+
+    @property
+    def choice(self) -> tuple[str, int | None]:
+        """What plans depend on beside the call."""
+        return self.plan, self.segment_chunks
+
+    def straight(
+        self, problem: Problem, direction: str, kinds: Sequence[torch.dtype]
+    ) -> Straight | None:
+        """A call as straight code, if one like it was made; see `straight`.
+
+        kinds: dtypes of the arguments that are not tensors of the problem, in a plan's order.
+        """
+        shrink = self._shrink.get((direction, problem.family.sizes))
+        if shrink is None:
+            return None
+        plan = self._plans.get(self._plan_key(problem, direction, shrink, False, kinds))
+        if plan is None:
+            return None
+        if plan.code is None:
+            plan.code = straight(plan, problem.device)
+        return plan.code
 
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
         """Shapes that hold what `forward` saves: states entering the segments, M of each segment,

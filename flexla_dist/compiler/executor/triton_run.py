@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from flexla_dist.compiler.executor.direct import Direct, current_stream, direct, watched
 from flexla_dist.compiler.executor.segments import Segments
 from flexla_dist.compiler.executor.tables import Table, device_zeros, use_tables
+
+if TYPE_CHECKING:
+    from flexla_dist.compiler.executor.straight import Straight
 
 BLOCK_ITEM = 4  # bytes of a number of a block: float32, so that poisoned memory is seen
 ALIGNMENT = 16  # what Triton specialises pointers on
@@ -53,15 +56,18 @@ class Frame:
     def tensor(self, place: Place) -> Tensor:
         """The tensor of a place."""
         x = self.slots[place.slot]
-        if place.shape is None:
-            return x
-        assert place.dtype is not None
-        count = 1
-        for size in place.shape:
-            count *= size
-        first = place.offset // BLOCK_ITEM
-        length = -(-count * place.dtype.itemsize // BLOCK_ITEM)
-        return x[first : first + length].view(place.dtype)[:count].view(place.shape)
+        return x if place.shape is None else part(x, place)
+
+
+def part(block: Tensor, place: Place) -> Tensor:
+    """The tensor of a place in its block."""
+    assert place.shape is not None and place.dtype is not None
+    count = 1
+    for size in place.shape:
+        count *= size
+    first = place.offset // BLOCK_ITEM
+    length = -(-count * place.dtype.itemsize // BLOCK_ITEM)
+    return block[first : first + length].view(place.dtype)[:count].view(place.shape)
 
 
 class Step(Protocol):
@@ -173,13 +179,13 @@ class Launch:
             self.compiled[self.key] = kernel
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Plan:
     """Steps of one direction.
 
     `given` has for each argument the number of rows that count (None: all), arguments fill the
     first slots. `results` are the slots of the results, in the planner's order; `segments` those of
-    its scans.
+    its scans; `code` the same steps as a function, once there is one.
     """
 
     size: int
@@ -188,6 +194,7 @@ class Plan:
     steps: tuple[Step, ...]
     results: tuple[int, ...]
     segments: Segments | None = None
+    code: Straight | None = None
 
     @property
     def launches(self) -> tuple[Launch, ...]:
