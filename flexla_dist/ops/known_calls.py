@@ -2,11 +2,12 @@
 
 Contract: a call that went through all checks is known by what the checks look at: names, shapes,
 dtypes and devices of its tensors, types of its scalars, document bounds, the executor's name. A
-later call with the same takes its tensors straight to the executor, and there, once its kernels
-have been launched, to the plan's straight code. Values of scalars, strides, alignment,
-`requires_grad`, streams and devices may differ from call to call: they are looked at each time.
-What is not known, or looks odd (subclasses of tensors, transforms of `torch.func`, dual numbers),
-takes the ordinary way, which also raises every error. The most recently used calls are kept.
+later call with the same takes its tensors to the executor at once, and after a few runs to the
+plan's straight code, which takes a few times as long to write as it saves in a run. Values of
+scalars, strides, alignment, `requires_grad`, streams and current devices may differ from call to
+call: they are looked at each time. What is not known, or looks odd (subclasses of tensors,
+transforms of `torch.func`, dual numbers), takes the ordinary way, which also raises every error.
+The calls used last are kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd import forward_ad
 
 from flexla_dist.compiler.executor.problem import Problem
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from flexla_dist.ops.op import Plan
 
 MOST_KNOWN = 256
+PATIENCE = 2  # ordinary runs of a known call before its straight code is written
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 NUMBERS = frozenset((float, int, type(None)))
 States = tuple[Tensor, ...]
@@ -107,7 +110,7 @@ class KnownCalls:
 class KnownCall:
     """A call without tensors.
 
-    `straight_calls` counts directions that ran as straight code, `ordinary_calls` the others.
+    `straight_calls` counts directions that ran as straight code.
     """
 
     def __init__(
@@ -123,24 +126,31 @@ class KnownCall:
         self._numbers = [(n, order.index(n)) for n in scalars if n in arguments]
         self._defaults = {n: float(x) for n, x in scalars.items() if x is not None}
         self._zeros = _shared_zeros(problem)
+        self._on_cuda = problem.device.type == "cuda"
         self._code: dict[str, Straight] = {}
-        self.straight_calls = self.ordinary_calls = 0
+        self._ordinary = {"forward": 0, "backward": 0}
+        self.straight_calls = 0
         self.count = len(problem.state_names)
+
+    @property
+    def ordinary_calls(self) -> int:
+        """Directions that did not run as straight code."""
+        return sum(self._ordinary.values())
 
     def __call__(self, values: Sequence[Any], initial: Any) -> tuple[Tensor, ...]:
         """Output and exit states; `values` are the arguments of the call in order."""
-        tensors = [values[at] for at in self._tensors]
+        tensors = [unwrap_if_dead(values[at]) for at in self._tensors]
         scalars: Mapping[str, Any] = self._defaults
         if self._numbers:
             given = {n: values[at] for n, at in self._numbers if values[at] is not None}
             scalars = {**scalars, **{n: float(x) for n, x in given.items()}}
         entry = self._zeros
-        if initial is not None or entry is None:
+        if initial is not None or entry is None or (self._on_cuda and _capturing()):
             entry = self.problem.entry_state(initial)
         if torch.is_grad_enabled():
             for x in (*tensors, *entry):
                 if x.requires_grad:
-                    return KnownAttention.apply(self, scalars, *entry, *tensors)
+                    return _apply(self, scalars, *entry, *tensors)
         return self.forward(scalars, (*entry, *tensors))[: 1 + self.count]
 
     # -- the two directions: by straight code, or as any call ---------------------------------
@@ -155,7 +165,7 @@ class KnownCall:
             if found is not None:
                 self.straight_calls += 1
                 return found
-        self.ordinary_calls += 1
+        self._begin("forward")
         with full_precision(self.problem.device):
             result = self.executor.forward(self._rebuilt(scalars, tensors), tensors[:count])
         return (result.output, *result.exit, *result.saved)
@@ -175,10 +185,10 @@ class KnownCall:
             if found is not None:
                 self.straight_calls += 1
                 return found
-        self.ordinary_calls += 1
+        self._begin("backward")
         with full_precision(self.problem.device):
             result = self.executor.backward(
-                self._rebuilt(scalars, kept), saved, entry, seeds[0], seeds[1:]
+                self._rebuilt(scalars, kept), saved, entry, seeds[0], exit_seeds(entry, grads[1:])
             )
         return (*result.entry, *self.call.ordered(result))
 
@@ -196,8 +206,17 @@ class KnownCall:
             return self._zeros
         return exit_seeds(entry, grads)
 
+    def _begin(self, direction: str) -> None:
+        """Before an ordinary run, on whatever stream."""
+        self._ordinary[direction] += 1
+        if self._on_cuda and not _capturing():
+            for x in self._zeros or ():
+                x.record_stream(torch.cuda.current_stream(x.device))
+
     def _find(self, direction: str, others: States) -> Straight | None:
         """The straight code of a direction, kept once it is there."""
+        if self._ordinary[direction] < PATIENCE:
+            return None
         code = self.executor.straight(self.problem, direction, [x.dtype for x in others])
         if code is not None:
             code.hold(self._zeros or ())
@@ -225,6 +244,11 @@ def _shared_zeros(problem: Problem) -> States | None:
     return problem.entry_state(None)
 
 
+def _capturing() -> bool:
+    """Whether a CUDA graph is captured: it has to keep the zeros that it reads."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 class KnownAttention(torch.autograd.Function):
     """`LocalAttention` for a known call."""
 
@@ -247,3 +271,8 @@ class KnownAttention(torch.autograd.Function):
         else:
             found = known.backward(scalars, grads, kept)
         return (None, None, *found)
+
+
+# `KnownAttention.apply` without what `Function.apply` does for `torch.func`, which takes as long as
+# the rest of it: transforms are not active here, and dead wrappers are taken off.
+_apply = super(torch.autograd.Function, KnownAttention).apply

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import Tensor, dtype
-from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
+from torch._C._dynamo import guards
 
 Maker = Callable[[tuple[int, ...], tuple[int, ...], dtype], Tensor]
 
-empty_cpu: Maker = _empty_strided_cpu
-empty_cuda: Maker = _empty_strided_cuda
+empty_cpu: Maker = guards._empty_strided_cpu  # type: ignore[attr-defined]
+empty_cuda: Maker = guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class LaunchPlanner:
         self.num_chunks = self.lanes * self.chunks_per_lane
         self.uneven = self._uneven_dims()
         self.segments = self._choose_segments()
-        self.rooms = Rooms()
+        self.rooms = Rooms(pauses)
         self.memory: dict[str, Room] = {}
         self.entering = Entering()
         self.results: dict[str, Room] = {}

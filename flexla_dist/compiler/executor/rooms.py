@@ -2,7 +2,10 @@
 
 Contract: a planner names rooms and adds events in order; `Rooms.steps` turns them into steps that
 make memory just before the first event that touches it and drop it just after the last. Rooms
-between kernels that live equally long share a block, so that a call asks for memory few times.
+between kernels share blocks, so that a call asks for memory few times: most of them one block, in
+which a room may lie where another one lay before (see `packing`); those that are left over one for
+each span of events. A plan that pauses is read from other streams than its own: there no room takes
+another's place.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor import triton_run as running
+from flexla_dist.compiler.executor.packing import Need, choose, pack
 from flexla_dist.compiler.executor.tables import Table, found_table
 from flexla_dist.compiler.executor.triton_run import Place, Step
 
-BLOCK_STEP = 256  # bytes between the starts of parts of a block
-SMALL = 1 << 18  # bytes; smaller rooms share one block, which lives as long as any of them
+SMALL = 1 << 18  # bytes; smaller rooms of a plan that pauses share one block
 
 
 @dataclass(eq=False)
@@ -43,6 +46,11 @@ class Room:
             count *= size
         return count * self.dtype.itemsize
 
+    @property
+    def need(self) -> Need:
+        """Size, and the events that touch it."""
+        return Need(self.bytes, self.first, self.last)
+
 
 @dataclass
 class Event:
@@ -55,7 +63,8 @@ class Event:
 class Rooms:
     """Slots, events in order, and from them the steps of a plan."""
 
-    def __init__(self) -> None:
+    def __init__(self, pauses: bool = False) -> None:
+        self.pauses = pauses
         self.slots = 0
         self.given: list[int | None] = []
         self.tables: list[tuple[int, Table]] = []
@@ -121,7 +130,6 @@ class Rooms:
         """What is made before and what dropped after each event."""
         made: dict[int, list[Step]] = {}
         dropped: dict[int, list[int]] = {}
-        blocks: dict[tuple[int, int] | None, list[Room]] = {}
         every = dict.fromkeys(room for event in self.events for room in event.rooms)
         for room in every:
             if room.filled:
@@ -132,19 +140,37 @@ class Rooms:
                 room.slot = self.new_slot()
                 step = running.Allocate(room.slot, room.shape, room.dtype)
                 made.setdefault(room.first, []).append(step)
-            else:
-                lives = None if room.bytes <= SMALL else (room.first, room.last)
-                blocks.setdefault(lives, []).append(room)
-        for rooms in blocks.values():
+        for rooms in self._blocks([x for x in every if not x.filled]):
             first, last = min(x.first for x in rooms), max(x.last for x in rooms)
-            slot, size = self.new_slot(), 0
-            for room in rooms:
-                room.place = Place(slot, size, room.shape, room.dtype)
-                size += -(-room.bytes // BLOCK_STEP) * BLOCK_STEP
+            slot, size = self._place(rooms)
             step = running.Allocate(slot, (size // running.BLOCK_ITEM,), torch.float32)
             made.setdefault(first, []).append(step)
             dropped.setdefault(last, []).append(slot)
         return made, dropped
+
+    def _blocks(self, rooms: Sequence[Room]) -> list[list[Room]]:
+        """Rooms that share a block."""
+        between = [x for x in rooms if not x.kept]
+        if self.pauses:
+            shared = {at for at, x in enumerate(between) if x.bytes <= SMALL}
+        else:
+            end = len(self.events)
+            results = [Need(x.bytes, x.first, end) for x in rooms if x.kept]
+            shared = choose([x.need for x in between], results)
+        blocks: dict[tuple[int, int] | None, list[Room]] = {}
+        for at, room in enumerate(between):
+            lives = None if at in shared else (room.first, room.last)
+            blocks.setdefault(lives, []).append(room)
+        return list(blocks.values())
+
+    def _place(self, rooms: Sequence[Room]) -> tuple[int, int]:
+        """Give rooms their places in a block; returns its slot and size."""
+        end, slot = len(self.events), self.new_slot()
+        needs = [Need(x.bytes, 0, end) if self.pauses else x.need for x in rooms]
+        offsets, size = pack(needs)
+        for room, offset in zip(rooms, offsets, strict=True):
+            room.place = Place(slot, offset, room.shape, room.dtype)
+        return slot, size
 
 
 def place_of(room: Room) -> Place:

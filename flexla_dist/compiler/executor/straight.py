@@ -83,7 +83,7 @@ class Straight:
 
 
 def straight(plan: Plan, device: torch.device) -> Straight | None:
-    """The function of a plan; None where it has none, or none yet: its kernels were not launched."""
+    """The function of a plan; None where it has none, or none before its first run."""
     if any(launch.again is None for launch in plan.launches):
         return None
     try:
