@@ -91,6 +91,10 @@ class KnownCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def clear(self) -> None:
+        """Know nothing again."""
+        self._calls.clear()
+
     def find(self, key: Key) -> KnownCall | None:
         """The known call of a key."""
         found = self._calls.pop(key, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -95,9 +95,9 @@ def the_call(op: LinearAttentionOp) -> KnownCall:
 
 
 def small(name: str, **options: Any) -> CallInputs:
-    shape = {"batch": 1, "tokens": 40, "heads": 1, "value_heads": 2} | options
+    shape: dict[str, Any] = {"batch": 1, "tokens": 40, "heads": 1, "value_heads": 2} | options
     sizes = {"K": 16, "V": 20, "D": 20, "M": 16}
-    return make_inputs(SPECS[name], sizes=sizes, **{"dtype": torch.float32} | shape)
+    return make_inputs(SPECS[name], sizes=sizes, dtype=torch.float32, **shape)
 
 
 SHAPES: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -195,10 +195,15 @@ def test_autocast_casts_nothing() -> None:
     assert the_call(op)._code["forward"].computes
 
 
+def each(arguments: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The same arguments with other tensors."""
+    return {n: change(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
 def test_without_an_initial_state_and_without_gradients() -> None:
     op, call = operator("simple_gla", 2), small("simple_gla")
     arguments: dict[str, Any] = {**call.inputs, **call.params, **call.scalars}
-    plain = {n: x.detach() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    plain = each(arguments, Tensor.detach)
     want, state = op(**plain, output_final_state=True)
     got, left = op(**plain, output_final_state=True)
     same([got, left], [want, state])
@@ -206,7 +211,7 @@ def test_without_an_initial_state_and_without_gradients() -> None:
     assert not got.requires_grad
     with torch.no_grad():
         same([op(**arguments)[0]], [want])
-    other = {n: torch.rand_like(x) if isinstance(x, Tensor) else x for n, x in plain.items()}
+    other = each(plain, torch.rand_like)
     other["g"] = -other["g"]
     (first, _), _ = op(**other), op(**plain)
     fresh = operator("simple_gla", 2)

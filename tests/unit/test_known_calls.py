@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from flexla_dist.errors import ArgumentError, ArgumentTypeError, DoubleBackwardError
 from flexla_dist.ops.known_calls import PATIENCE, KnownCall, KnownCalls, key_of
+from scaling_runs import host_time
 
 from .launch_doubles import OneCall, replace_launches
 
@@ -294,3 +295,13 @@ def test_code_reads_as_the_plan() -> None:
         lines = code.source.splitlines()
         assert sum("stream" in line for line in lines) == 1 + len(plan.launches)
         assert sum("memory.empty" in line for line in lines) <= len(plan.results) + 6
+
+
+def test_where_the_time_goes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_time, "ROUNDS", 1)
+    monkeypatch.setattr(host_time, "CALLS", 1)
+    call = OneCall("gla", 4096)
+    found = host_time.measure(call.op, call.arguments, call.seed)
+    assert set(found) == set(host_time.COLUMNS) - {"variant", "T"}
+    launches = call.executor.plan_of("forward").launches
+    assert str(found["fwd launches"]).endswith(f" ({len(launches)})")

@@ -13,7 +13,13 @@ import torch
 from flexla_dist.spec.variants import variant_names
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = ("check_gpu.py", "single_gpu.py", "profile_kernels.py", "virtual_ranks.py")
+PROGRAMS = (
+    "check_gpu.py",
+    "single_gpu.py",
+    "profile_kernels.py",
+    "host_time.py",
+    "virtual_ranks.py",
+)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the programs would run here")
 
 sys.path.insert(0, str(ROOT))
