@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from flexla_dist.compiler.executor.straight import Straight
-from flexla_dist.ops.known_calls import PATIENCE, KnownCall
+from flexla_dist.compiler.executor.straight import PATIENCE, Straight
+from flexla_dist.ops.known_calls import KnownCall
 from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.spec.variants import get_variant, variant_names
 from scaling_runs.bench import Shape, gradient_seed, make_call

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from flexla_dist.ops.op import Plan
 
 MOST_KNOWN = 256
-PATIENCE = 2  # ordinary runs of a known call before its straight code is written
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 NUMBERS = frozenset((float, int, type(None)))
 States = tuple[Tensor, ...]
@@ -114,7 +113,7 @@ class KnownCalls:
 class KnownCall:
     """A call without tensors.
 
-    `straight_calls` counts directions that ran as straight code.
+    `straight_calls` counts directions that ran as straight code here, `ordinary_calls` the others.
     """
 
     def __init__(
@@ -132,14 +131,8 @@ class KnownCall:
         self._zeros = _shared_zeros(problem)
         self._on_cuda = problem.device.type == "cuda"
         self._code: dict[str, Straight] = {}
-        self._ordinary = {"forward": 0, "backward": 0}
-        self.straight_calls = 0
+        self.straight_calls = self.ordinary_calls = 0
         self.count = len(problem.state_names)
-
-    @property
-    def ordinary_calls(self) -> int:
-        """Directions that did not run as straight code."""
-        return sum(self._ordinary.values())
 
     def __call__(self, values: Sequence[Any], initial: Any) -> tuple[Tensor, ...]:
         """Output and exit states; `values` are the arguments of the call in order."""
@@ -169,7 +162,7 @@ class KnownCall:
             if found is not None:
                 self.straight_calls += 1
                 return found
-        self._begin("forward")
+        self._begin()
         with full_precision(self.problem.device):
             result = self.executor.forward(self._rebuilt(scalars, tensors), tensors[:count])
         return (result.output, *result.exit, *result.saved)
@@ -189,7 +182,7 @@ class KnownCall:
             if found is not None:
                 self.straight_calls += 1
                 return found
-        self._begin("backward")
+        self._begin()
         with full_precision(self.problem.device):
             result = self.executor.backward(
                 self._rebuilt(scalars, kept), saved, entry, seeds[0], exit_seeds(entry, grads[1:])
@@ -210,17 +203,15 @@ class KnownCall:
             return self._zeros
         return exit_seeds(entry, grads)
 
-    def _begin(self, direction: str) -> None:
+    def _begin(self) -> None:
         """Before an ordinary run, on whatever stream."""
-        self._ordinary[direction] += 1
+        self.ordinary_calls += 1
         if self._on_cuda and not _capturing():
             for x in self._zeros or ():
                 x.record_stream(torch.cuda.current_stream(x.device))
 
     def _find(self, direction: str, others: States) -> Straight | None:
         """The straight code of a direction, kept once it is there."""
-        if self._ordinary[direction] < PATIENCE:
-            return None
         code = self.executor.straight(self.problem, direction, [x.dtype for x in others])
         if code is not None:
             code.hold(self._zeros or ())
@@ -229,13 +220,10 @@ class KnownCall:
 
 
 def _run(code: Straight, tensors: States, scalars: Mapping[str, float]) -> States | None:
-    stream = code.start()
-    if stream is None:
-        return None
     if code.computes:
         with full_precision(code.device):
-            return code.run(tensors, scalars, stream)
-    return code.run(tensors, scalars, stream)
+            return code(tensors, scalars)
+    return code(tensors, scalars)
 
 
 def _shared_zeros(problem: Problem) -> States | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexla_dist.ops.known_calls import PATIENCE
+from flexla_dist.compiler.executor.straight import PATIENCE
 from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import make_inputs

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flexla_dist.compiler.executor import triton_run
+from flexla_dist.compiler.executor import triton_executor, triton_run
 from flexla_dist.compiler.executor.direct import Direct
 from flexla_dist.compiler.executor.triton_executor import TritonExecutor
 from flexla_dist.compiler.executor.triton_run import Frame, Launch
-from flexla_dist.ops import known_calls
 from flexla_dist.ops.known_calls import KnownCall
 from flexla_dist.ops.op import LinearAttentionOp
 from flexla_dist.testing.inputs import CallInputs, make_inputs
@@ -78,7 +77,7 @@ def launched(step: Launch, frame: Frame) -> None:
 @pytest.fixture(autouse=True)
 def known_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_run.Launch, "__call__", launched)
-    monkeypatch.setattr(known_calls, "PATIENCE", 0)
+    monkeypatch.setattr(triton_executor, "PATIENCE", 1)
 
 
 def operator(name: str, segment: int | None = None) -> LinearAttentionOp:

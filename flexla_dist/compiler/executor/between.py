@@ -1,4 +1,8 @@
-"""PyTorch operations between and after the kernels of a launch plan."""
+"""PyTorch operations between and after the kernels of a launch plan.
+
+Contract: results lie in memory of their own, never in that of an argument: another value may be
+written there as soon as the argument has no more readers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,9 @@ def input_sum(found: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """[tiles, B, T, HV, ...] to [B, T, H, ...]."""
     if group > 1:
         found = found.unflatten(3, (found.shape[3] // group, group)).sum(4)
-    return (found[0] if found.shape[0] == 1 else found.sum(0)).to(dtype)
+    if found.shape[0] > 1:
+        return found.sum(0).to(dtype)
+    return found[0].to(dtype, copy=group == 1)
 
 
 def param_sum(found: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,4 +45,4 @@ def folded(
 
 def exit_rows(leave: Tensor, rows: list[int]) -> Tensor:
     """The states that leave the documents, of those that leave the segments."""
-    return leave[select_rows(rows, leave.device)].contiguous()
+    return leave[select_rows(rows, leave.device)].clone()

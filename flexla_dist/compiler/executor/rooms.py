@@ -99,7 +99,8 @@ class Rooms:
     def compute(
         self, function: Callable[..., Tensor], *sources: Room, like: Room | None = None
     ) -> Room:
-        """The result of PyTorch operations; `like` has its shape and dtype where they matter."""
+        """The result of PyTorch operations, in memory of its own; `like` has its shape and dtype
+        where they matter."""
         shape, dtype = (like.shape, like.dtype) if like else ((), torch.float32)
         room = Room(shape, dtype, self.new_slot(), filled=True)
 

@@ -33,6 +33,7 @@ from flexla_dist.compiler.executor.triton_run import (
     part,
 )
 
+PATIENCE = 3  # runs of a plan before its code is written, which takes as long as a few runs more
 Results = tuple[Any, ...]
 Function = Callable[[Sequence[Tensor], Mapping[str, float], int], Results | None]
 
@@ -61,6 +62,11 @@ class Straight:
         if fresh:
             self._held += fresh
             self._streams = set()
+
+    def __call__(self, tensors: Sequence[Tensor], scalars: Mapping[str, float]) -> Results | None:
+        """The results of a call in the planner's order; None where it takes the ordinary way."""
+        stream = self.start()
+        return None if stream is None else self.run(tensors, scalars, stream)
 
     def start(self) -> int | None:
         """The current stream for `run`; None where the call must take the ordinary way."""

@@ -31,7 +31,7 @@ from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.segments import Cutting
-from flexla_dist.compiler.executor.straight import Straight, straight
+from flexla_dist.compiler.executor.straight import PATIENCE, Straight, straight
 from flexla_dist.compiler.executor.triton_run import Plan, Run, run
 from flexla_dist.compiler.kernels import Kernel, Schedule, buffer_name
 from flexla_dist.compiler.pipeline import Graphs
@@ -230,6 +230,11 @@ class TritonExecutor:
             else:  # or once more, with smaller tiles
                 plan = self._planned(problem, direction, arguments, shrink, opened is not None)
                 given = self._given(problem, arguments)
+                code = None if opened is not None else self._code(plan, problem.device)
+                found = None if code is None else code(given, problem.scalars)
+                if found is not None:
+                    return list(found)
+                plan.runs += 1
                 slots = run(plan, given, problem.scalars, problem.device)
             return [slots[slot] for slot in plan.results]
 
@@ -285,10 +290,12 @@ class TritonExecutor:
         if shrink is None:
             return None
         plan = self._plans.get(self._plan_key(problem, direction, shrink, False, kinds))
-        if plan is None:
-            return None
-        if plan.code is None:
-            plan.code = straight(plan, problem.device)
+        return None if plan is None else self._code(plan, problem.device)
+
+    @staticmethod
+    def _code(plan: Plan, device: torch.device) -> Straight | None:
+        if plan.code is None and plan.runs >= PATIENCE:
+            plan.code = straight(plan, device)
         return plan.code
 
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:

@@ -185,7 +185,7 @@ class Plan:
 
     `given` has for each argument the number of rows that count (None: all), arguments fill the
     first slots. `results` are the slots of the results, in the planner's order; `segments` those of
-    its scans; `code` the same steps as a function, once there is one.
+    its scans; `code` the same steps as a function, once there is one after `runs` without.
     """
 
     size: int
@@ -195,6 +195,7 @@ class Plan:
     results: tuple[int, ...]
     segments: Segments | None = None
     code: Straight | None = None
+    runs: int = 0
 
     @property
     def launches(self) -> tuple[Launch, ...]:
