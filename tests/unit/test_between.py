@@ -18,6 +18,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "rows in a row": ((3, 2, 4, 4), lambda x: between.exit_rows(x, [0, 1, 2])),
     "some rows": ((4, 2, 4, 4), lambda x: between.exit_rows(x, [0, 1, 3])),
     "one tile": ((1, 1, 8, 2, 4), lambda x: between.input_sum(x, 1, torch.float32)),
+    "no tile": ((0, 1, 8, 2, 4), lambda x: between.input_sum(x, 1, torch.float32)),
     "two tiles": ((2, 1, 8, 2, 4), lambda x: between.input_sum(x, 1, torch.float32)),
     "a group": ((1, 1, 8, 2, 4), lambda x: between.input_sum(x, 2, torch.float32)),
     "parameter": ((1, 1, 2), lambda x: between.param_sum(x, torch.float32)),

@@ -21,9 +21,9 @@ def input_sum(found: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """[tiles, B, T, HV, ...] to [B, T, H, ...]."""
     if group > 1:
         found = found.unflatten(3, (found.shape[3] // group, group)).sum(4)
-    if found.shape[0] > 1:
-        return found.sum(0).to(dtype)
-    return found[0].to(dtype, copy=group == 1)
+    if found.shape[0] == 1:
+        return found[0].to(dtype, copy=group == 1)
+    return found.sum(0).to(dtype)
 
 
 def param_sum(found: Tensor, dtype: torch.dtype) -> Tensor:
