@@ -12,7 +12,8 @@ of constraints.txt. On a machine with a GPU and a PyTorch that uses it, that PyT
 are kept. A second call with nothing changed returns at once.
 
   --extra EXTRA     train: what training needs (default); dev: that, the tools of the tests, and, for
-                    root on Debian and Ubuntu, OpenSHMEM for some of the tests (apt-get, Open MPI)
+                    root on Debian and Ubuntu, OpenSHMEM for some of the tests and iproute2 for
+                    emulated hosts (apt-get: Open MPI, ip and tc)
   --python PYTHON   the interpreter to make .venv with (default: the newest python3 found)
 TEXT
 }
@@ -98,6 +99,22 @@ install_openshmem() { # Debian's Open MPI and shmem4py, for tests; without them 
         { echo "shmem4py could not be built; $log says why"; return 1; }
 }
 
+has_iproute2() { # the system's folders count, although a user's PATH may not have them
+    local PATH="$PATH:/usr/sbin:/sbin"
+    command -v ip >/dev/null 2>&1 && command -v tc >/dev/null 2>&1
+}
+
+install_iproute2() { # ip and tc, for hosts emulated by network namespaces
+    local log=.venv/iproute2.log
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+        echo "there are no ip and tc, and installing iproute2 takes root and apt-get"
+        return 1
+    fi
+    echo "installing iproute2 with apt-get, for emulated hosts"
+    { apt_install iproute2 || { apt-get update -qq && apt_install iproute2; }; } >"$log" 2>&1 ||
+        { echo "apt-get failed; $log says why"; return 1; }
+}
+
 [ -x .venv/bin/python ] || make_environment
 stamp=".venv/installed-$extra"
 openshmem_stamp=.venv/installed-openshmem no_openshmem_stamp=.venv/no-openshmem
@@ -121,5 +138,12 @@ if [ "$extra" = dev ] && ! is_done "$no_openshmem_stamp" &&
     else
         echo "tests of OpenSHMEM will be skipped; to try again, remove $no_openshmem_stamp"
         echo "$wanted" > "$no_openshmem_stamp"
+    fi
+fi
+no_iproute2_stamp=.venv/no-iproute2
+if [ "$extra" = dev ] && ! has_iproute2 && ! is_done "$no_iproute2_stamp"; then
+    if ! install_iproute2; then
+        echo "tests of emulated hosts will be skipped; to try again, remove $no_iproute2_stamp"
+        echo "$wanted" > "$no_iproute2_stamp"
     fi
 fi

@@ -6,7 +6,8 @@
                                                     real ranks and messages around local parts that
                                                     pause for a known time, more ranks than cores
     python -m scaling_runs.model --validate --host cpu
-                                                    against rows of weak_scaling.py
+                                                    against rows of weak_scaling.py and of
+                                                    namespaces.py
     python -m scaling_runs.model --predict h20_ib --ranks 4,8,16,32,64,128,1024
 
 On a GPU, --calibrate on one rank measures kernel times (kernels_nvidia_h200.csv), which --predict
@@ -39,6 +40,7 @@ from scaling_runs.model.clusters import (
     from_calibration,
     get_cluster,
 )
+from scaling_runs.model.emulated import EmulatedRows
 from scaling_runs.model.paced import (
     PACED_COLUMNS,
     PACED_KEY,
@@ -139,6 +141,7 @@ def run_validation(options: argparse.Namespace) -> int:
     cores = int(rows[0]["cores"]) if rows else 0
     measured = Measurements(host, cores, rows, read_kernels(folder, host), read_links(folder, host))
     verdict = judge(compare(measured), cores)
+    emulated = EmulatedRows.of(folder, host).verdict()
     table = [
         {
             "point": c.point.words(),
@@ -149,10 +152,12 @@ def run_validation(options: argparse.Namespace) -> int:
         for c in verdict.exact
     ]
     print(format_table(table, ("point", "measured_ms", "modelled_ms", "error")))
-    for line in verdict.wrong_pairs:
+    for line in (*verdict.wrong_pairs, *(emulated.wrong_pairs if emulated else ())):
         print("order differs:", line)
-    print(f"\n{verdict.summary()}; {keep_verdict(verdict, folder, host)}")
-    return 0 if verdict.passed else 1
+    hosts = "not measured (launch/emulated_hosts.sh)" if emulated is None else emulated.summary()
+    print(f"\nprocesses of a host: {verdict.summary()}\nemulated hosts: {hosts}")
+    print(keep_verdict(verdict, folder, host, emulated))
+    return 0 if verdict.passed and emulated is not None and emulated.passed else 1
 
 
 def predicted_rows(grid: Grid, cluster: Cluster, table: KernelTable) -> list[dict[str, object]]:

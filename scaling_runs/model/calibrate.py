@@ -49,13 +49,17 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
 
 
 class Links:
-    """One-way times between the first two ranks, and steps of collectives of all."""
+    """One-way times between the first two ranks of a group (None: all), and steps of collectives
+    of all its ranks; every one of them takes part."""
 
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self.group, self.device, self.seconds = dist.group.WORLD, device, seconds
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, device: torch.device, seconds: float, group: Any = None) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        self.device, self.seconds = device, seconds
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        assert self.group is not None
+        self.ranks = dist.get_process_group_ranks(self.group)
         self.clock = Clock(self.group, device)
-        self.exchanger = StateExchanger(None, "chain")
+        self.exchanger = StateExchanger(self.group, "chain")
 
     def measure(self) -> dict[str, list[float]]:
         """Seconds by kind for each of SIZES."""
@@ -89,11 +93,11 @@ class Links:
 
         def there_and_back() -> None:
             if self.rank == 0:
-                dist.send(buffer, 1)
-                dist.recv(buffer, 1)
+                dist.send(buffer, self.ranks[1], self.group)
+                dist.recv(buffer, self.ranks[1], self.group)
             elif self.rank == 1:
-                dist.recv(buffer, 0)
-                dist.send(buffer, 0)
+                dist.recv(buffer, self.ranks[0], self.group)
+                dist.send(buffer, self.ranks[0], self.group)
 
         return there_and_back
 
@@ -108,7 +112,7 @@ class Links:
         copies by which an operator reads what comes in another order."""
         width = 16
         tokens = max(1, size // (3 * 4 * width))
-        sharding = Sharding.of(None, (tokens,) * self.size)
+        sharding = Sharding.of(self.group, (tokens,) * self.size)
         tensors = [torch.zeros(1, tokens, self.size, width, device=self.device) for _ in range(3)]
         return lambda: [x.contiguous() for x in exchange_heads(sharding, tensors)]
 
@@ -147,17 +151,20 @@ def measure_links(
     path = folder / f"links_{provenance.machine.slug}.csv"
     store = RowStore(path, LINK_COLUMNS, LINK_KEY)
     for kind, times in steps.items():
-        alpha, bandwidth, worst = fit(SIZES, times)
         row = {name: shared[name] for name in LINK_COLUMNS if name in shared}
-        row |= {
-            "kind": kind,
-            "alpha_us": f"{1e6 * alpha:.2f}",
-            "gigabytes": f"{1e-9 * bandwidth:.4f}",
-            "worst_error": f"{worst:.2f}",
-            "samples_us": " ".join(f"{1e6 * t:.1f}" for t in times),
-        }
-        store.put(row)
-        say(f"{kind}: {1e6 * alpha:.1f} us + n / {1e-9 * bandwidth:.2f} GB/s")
+        row = store.put(row | {"kind": kind} | link_columns(times))
+        say(f"{kind}: {row['alpha_us']} us + n / {row['gigabytes']} GB/s")
+
+
+def link_columns(times: Sequence[float]) -> dict[str, object]:
+    """Seconds for each of SIZES as the columns of a link."""
+    alpha, bandwidth, worst = fit(SIZES, times)
+    return {
+        "alpha_us": f"{1e6 * alpha:.2f}",
+        "gigabytes": f"{1e-9 * bandwidth:.4f}",
+        "worst_error": f"{worst:.2f}",
+        "samples_us": " ".join(f"{1e6 * t:.1f}" for t in times),
+    }
 
 
 class PhaseTimes:

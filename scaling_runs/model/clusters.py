@@ -37,8 +37,9 @@ class Cluster:
     engine), `p2p` (host point-to-point), `gather` and `all_to_all` (a step of a collective), and
     `device` (kernels that put and signal). cores: CPU cores that all ranks of a node share for
     computing and for moving messages, None where ranks have a device each. sharing: ranks that
-    share a port out of the node. kernel_scale: factor on measured kernel times, with its reason
-    among the assumptions.
+    share a port out of the node. ring_waits: a step of an all-gather's ring begins when the one
+    before has ended, as gloo's do; NCCL's follow each other. kernel_scale: factor on measured
+    kernel times, with its reason among the assumptions.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Cluster:
     between: Mapping[str, Link]
     cores: int | None = None
     sharing: int = 1
+    ring_waits: bool = False
     kernel_scale: float = 1.0
     kernels_of: str = "nvidia_h200"
     assumptions: tuple[str, ...] = ()

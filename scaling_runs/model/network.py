@@ -70,15 +70,21 @@ class Network:
     def gather(self, key: Hashable, size: float) -> Event:
         """An all-gather of `size` bytes a rank.
 
-        In a node a ring of P - 1 steps. Over N nodes all their cards carry: a rank's card brings
-        N - 1 parts while the links in the node pass on P - 1; each step has its latency.
+        A ring of P - 1 steps, N - 1 of them between N nodes; each has its latency. Over nodes all
+        their cards carry: a rank's card brings N - 1 parts while the links in the node pass on
+        P - 1. Where a step waits for the one before (gloo), every step is as slow as the slowest
+        link of the ring, and one message a step leaves a node.
         """
         ranks, cluster = self.ranks, self.cluster
         inside = cluster.link("gather", 0, min(1, ranks - 1))
-        latency, seconds = (ranks - 1) * inside.alpha, (ranks - 1) * size / inside.bandwidth
-        if ranks > cluster.node_size:
+        steps = -(-ranks // cluster.node_size) - 1
+        latency = (ranks - 1 - steps) * inside.alpha
+        seconds = (ranks - 1) * size / inside.bandwidth
+        if steps:
             between = cluster.link("gather", 0, ranks - 1)
-            steps = -(-ranks // cluster.node_size) - 1
+            if cluster.ring_waits:
+                each = max(inside.seconds(size), between.seconds(size))
+                return self._meet(key, (ranks - 1) * each * self._crowding())
             latency += steps * between.alpha
             seconds = max(seconds, steps * size * cluster.sharing / between.bandwidth)
         return self._meet(key, (latency + seconds) * self._crowding())

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from flexla_dist.compiler.executor.opened_torch import OpenedTorch
 from flexla_dist.ops.op import LinearAttentionOp, compile, run_local
 from flexla_dist.spec.variants import get_variant
-from flexla_dist.testing.inputs import make_inputs
+from flexla_dist.testing.inputs import CallInputs, make_inputs
 from scaling_runs.baselines import Settings, Sharding, get_system
 from scaling_runs.model.clusters import Cluster, Link
 from scaling_runs.model.predict import simulate
-from scaling_runs.model.workload import Bytes, Kernels, Workload
+from scaling_runs.model.workload import Kernels, Workload, bytes_of
 from scaling_runs.weak_time import Clock, Times
 
 
@@ -108,6 +108,7 @@ class PacedOp:
 
 
 PACE = Kernels(0.020, 0.040, 0.030, 0.060, 0.0, 0.0)
+VARIANT = "simple_gla"
 PACED_COLUMNS = (
     *("kind", "date", "commit", "host", "cores", "torch", "backend", "system", "P"),
     *("median_ms", "p20_ms", "p80_ms", "modelled_ms", "error"),
@@ -115,34 +116,63 @@ PACED_COLUMNS = (
 PACED_KEY = ("host", "backend", "system", "P")
 
 
-def paced_systems(systems: Sequence[str], seconds: float) -> dict[str, Times]:
-    """Times of forward and backward by system, on all ranks of the default group."""
-    spec, heads = get_variant("simple_gla"), max(4, dist.get_world_size())
-    given = make_inputs(
-        spec,
-        batch=1,
-        tokens=8,
-        heads=heads,
-        value_heads=heads,
-        sizes={"K": 8, "V": 8},
-        dtype=torch.float32,
-        seed=dist.get_rank(),
-    )
-    op = compile(spec, chunk_size=8)
+@dataclass(frozen=True)
+class PacedCall:
+    """A call of the scalar variant on `ranks` ranks: tokens of a rank, heads, K = V = width, and
+    how long its local parts are to last."""
+
+    ranks: int
+    heads: int
+    tokens: int = 8
+    width: int = 8
+    kernels: Kernels = PACE
+
+    @classmethod
+    def small(cls, ranks: int) -> PacedCall:
+        """A call whose messages are tiny; a head for each rank, because systems cut by heads."""
+        return cls(ranks, max(4, ranks))
+
+    def workload(self) -> Workload:
+        """As the model sees it."""
+        sizes = bytes_of(VARIANT, 1, self.heads, self.width, self.width, "float32")
+        return Workload(self.ranks, self.tokens, sizes, self.kernels, min(4, self.heads))
+
+    def inputs(self, rank: int) -> CallInputs:
+        """Seeded inputs of a rank that want gradients."""
+        return make_inputs(
+            get_variant(VARIANT),
+            batch=1,
+            tokens=self.tokens,
+            heads=self.heads,
+            value_heads=self.heads,
+            sizes={"K": self.width, "V": self.width},
+            dtype=torch.float32,
+            seed=rank,
+        )
+
+
+def paced_systems(
+    systems: Sequence[str],
+    seconds: float,
+    call: PacedCall | None = None,
+    direction: str = "fwdbwd",
+) -> dict[str, Times]:
+    """Times by system, on all ranks of the default group; of a small call unless told."""
+    call = call or PacedCall.small(dist.get_world_size())
+    given = call.inputs(dist.get_rank())
+    op = compile(get_variant(VARIANT), chunk_size=min(64, call.tokens))
     return {
-        system: paced_times(op, given.inputs, given.scalars, PACE, system, seconds)
+        system: paced_times(
+            op, given.inputs, given.scalars, call.kernels, system, seconds, direction
+        )
         for system in systems
     }
 
 
 def paced_model(system: str, ranks: int, links: Mapping[str, Link]) -> float:
-    """Modelled seconds of such a call."""
+    """Modelled seconds of forward and backward of a small call."""
     cluster = Cluster("processes", 1 << 20, links, {})
-    heads = max(4, ranks)
-    state = 4 * heads * 8 * 8
-    sizes = Bytes(state, state + 4 * heads, 100 * heads, 32 * heads)
-    load = Workload(ranks, 8, sizes, PACE, min(4, heads))
-    return simulate(system, load, cluster, "fwdbwd").seconds
+    return simulate(system, PacedCall.small(ranks).workload(), cluster, "fwdbwd").seconds
 
 
 def paced_times(
@@ -152,8 +182,9 @@ def paced_times(
     kernels: Kernels,
     system: str,
     seconds: float,
+    direction: str = "fwdbwd",
 ) -> Times:
-    """Times of forward and backward of a paced call on all ranks of the default group.
+    """Times of a paced call, forward or forward and backward, on all ranks of the default group.
 
     given: leaves [B, T, heads, ...] of this rank, which want gradients.
     """
@@ -164,6 +195,10 @@ def paced_times(
     attend = get_system(system).prepare(paced, sharding, Settings(timeout=60.0))
 
     def call() -> None:
+        if direction == "fwd":
+            with torch.no_grad():
+                attend(given, {}, scalars)
+            return
         output = attend(given, {}, scalars)
         torch.autograd.grad(output, list(given.values()), torch.ones_like(output))
 

@@ -1,5 +1,5 @@
 """The model against measured medians: within 20% where every rank has a core, the same order of
-systems where ranks share cores.
+systems where ranks share cores and on emulated hosts.
 
 Contract: the verdict is kept in a file with a hash of the model's sources, and modelled columns
 beyond what was measured are refused without a passing verdict of the present sources.
@@ -48,30 +48,36 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the comparison found; `passed` opens the modelled columns."""
+    """What the comparison found. emulated: ranks were on emulated hosts, where the order counts
+    whether ranks share cores or not."""
 
     exact: tuple[Compared, ...]
     crowded: tuple[Compared, ...]
     pairs: int
     wrong_pairs: tuple[str, ...]
+    emulated: bool = False
 
     @property
     def passed(self) -> bool:
         """All rows with a core for each rank within 20%, and no pair of systems that are apart in
-        the other order."""
-        return bool(self.exact) and all(c.within for c in self.exact) and not self.wrong_pairs
+        the other order; of either there must be something to compare."""
+        compared = bool(self.pairs) if self.emulated else bool(self.exact)
+        return compared and all(c.within for c in self.exact) and not self.wrong_pairs
 
     def summary(self) -> str:
         """The verdict in words."""
         inside = sum(c.within for c in self.exact)
-        worst = max((abs(c.error) for c in self.exact), default=0.0)
         order = self.pairs - len(self.wrong_pairs)
         state = "passed" if self.passed else "NOT passed"
-        return (
-            f"{state}: {inside} of {len(self.exact)} medians within 20% (largest error "
-            f"{worst:.0%}); {order} of {self.pairs} pairs of systems in the measured order where "
-            "ranks share cores"
-        )
+        medians = "no median had a core for each rank"
+        if self.exact:
+            worst = max(abs(c.error) for c in self.exact)
+            medians = (
+                f"{inside} of {len(self.exact)} medians within 20% (largest error {worst:.0%})"
+            )
+        where = "on emulated hosts" if self.emulated else "where ranks share cores"
+        pairs = f"{order} of {self.pairs} pairs of systems in the measured order {where}"
+        return f"{state}: {medians}; {pairs}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def compare(measured: Measurements) -> list[Compared]:
     """Measured operator rows that the model has programs and kernel times for."""
     found = []
     for row in measured.rows:
-        if row["status"] != "ok" or row["placement"] != "barrier":
+        if row["status"] != "ok" or row["placement"] != "barrier" or row["nodes"] != "1":
             continue
         if row["system"] not in PROGRAMS or not row["median_ms"]:
             continue
@@ -155,14 +161,21 @@ def sources_hash() -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def keep_verdict(verdict: Verdict, folder: Path, host: str) -> Path:
-    """Write the verdict; returns the file."""
+def keep_verdict(
+    verdict: Verdict, folder: Path, host: str, emulated: Verdict | None = None
+) -> Path:
+    """Write the verdict, and that of emulated hosts; returns the file."""
     path = folder / "model_validation.json"
     folder.mkdir(parents=True, exist_ok=True)
-    content = {
+    content = {"sources": sources_hash(), "host": host, **_verdict_content(verdict)}
+    content["emulated"] = None if emulated is None else _verdict_content(emulated)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _verdict_content(verdict: Verdict) -> dict[str, object]:
+    return {
         "passed": verdict.passed,
-        "sources": sources_hash(),
-        "host": host,
         "summary": verdict.summary(),
         "rows": [
             {
@@ -176,13 +189,12 @@ def keep_verdict(verdict: Verdict, folder: Path, host: str) -> Path:
         ],
         "wrong_pairs": list(verdict.wrong_pairs),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    return path
 
 
 def require_validation(folder: Path) -> str:
-    """The summary of a passing verdict. Raises ModelProblem where there is none of these sources:
-    nothing is predicted beyond measured sizes before the model has been checked."""
+    """The summaries of passing verdicts. Raises ModelProblem where there are none of these sources:
+    nothing is predicted beyond measured sizes before the model has been checked, on processes of
+    one host and on emulated hosts."""
     path = folder / "model_validation.json"
     fix = "run python -m scaling_runs.model --validate after measuring with weak_scaling.py"
     if not path.is_file():
@@ -192,9 +204,16 @@ def require_validation(folder: Path) -> str:
     content = json.loads(path.read_text())
     if content["sources"] != sources_hash():
         raise ModelProblem(f"the model changed since it was compared with measurements; {fix}")
-    if not content["passed"]:
+    emulated = content.get("emulated")
+    if emulated is None:
         raise ModelProblem(
-            f"the model does not reproduce the measurements ({content['summary']}), so nothing is "
-            f"predicted from it; see {path}"
+            "the model was not compared with measurements on emulated hosts: run "
+            "launch/emulated_hosts.sh, then python -m scaling_runs.model --validate"
         )
-    return content["summary"]
+    for part in (content, emulated):
+        if not part["passed"]:
+            raise ModelProblem(
+                f"the model does not reproduce the measurements ({part['summary']}), so nothing is "
+                f"predicted from it; see {path}"
+            )
+    return f"{content['summary']}; emulated hosts {emulated['summary']}"
