@@ -5,7 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
     cat <<'TEXT'
-usage: launch/emulated_hosts.sh [--shapes "2x1 4x1 2x2 4x2"] [--networks "1gbit,1000 400mbit,3000"]
+usage: launch/emulated_hosts.sh [--shapes "2x1 4x1 2x2 4x2"] [--networks "200mbit,1000 100mbit,3000"]
                                 [-- ARGUMENTS]
 
 Measures our strategies and the baselines on hosts of network namespaces, for each shape (hosts x
@@ -16,7 +16,7 @@ scaling_runs/results/emulated_*.csv. ARGUMENTS go to scaling_runs/namespaces.py.
 TEXT
 }
 
-shapes="2x1 4x1 2x2 4x2" networks="1gbit,1000 400mbit,3000"
+shapes="2x1 4x1 2x2 4x2" networks="200mbit,1000 100mbit,3000"
 while [ $# -gt 0 ]; do
     case "$1" in
         --help | -h) usage; exit 0 ;;

@@ -2,7 +2,7 @@
 """Hosts of network namespaces on this machine, and ranks on them as on a cluster.
 
     python scaling_runs/namespaces.py --hosts 2
-    python scaling_runs/namespaces.py --hosts 4 --ranks-per-host 2 --rate 500mbit --latency-us 2000
+    python scaling_runs/namespaces.py --hosts 4 --ranks-per-host 2 --rate 100mbit --latency-us 2000
     python scaling_runs/namespaces.py --hosts 4 -- python scaling_runs/links.py --results /tmp/here
     python scaling_runs/namespaces.py --check          what this machine allows
 
@@ -55,7 +55,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
     add = parser.add_argument
     add("--hosts", type=int, default=2, help="default 2")
     add("--ranks-per-host", type=int, default=1, help="default 1")
-    add("--rate", type=rate_of, default=1e9, help="of a host's port, default 1gbit")
+    add("--rate", type=rate_of, default=2e8, help="of a host's port, default 200mbit")
     add("--latency-us", type=float, default=1000.0, help="from host to host, default 1000")
     add("--delay", choices=("auto", NETEM, RELAY), default="auto", help="what adds the latency")
     add("--limit", type=float, default=900.0, help="seconds for all ranks, default 900")
@@ -113,14 +113,14 @@ def main(words: Sequence[str] | None = None) -> int:
         shape = Shape(options.hosts, options.ranks_per_host, rate, latency)
         allowed = look(options.delay)
         if options.check:
-            _say(allowed)
+            _say(allowed, options.mapped)
             return 0
         if "-U" in allowed.unshare:
             if options.mapped:
                 raise HostsRefused("root of a new user namespace cannot make network namespaces")
             here = [sys.executable, str(Path(__file__).resolve()), MAPPED, *given]
             os.execv(tool("unshare"), ["unshare", "-U", "-r", "--", *here])
-        _say(allowed)
+        _say(allowed, options.mapped)
         print(shape.words(), flush=True)
         return run(shape, allowed, own, program, options.limit)
     except (HostsRefused, ValueError) as why:
@@ -131,9 +131,10 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _say(allowed: Allowed) -> None:
+def _say(allowed: Allowed, mapped: bool) -> None:
     """How hosts are made here, in a line."""
-    rights = "of a user namespace" if "-U" in allowed.unshare else "of this user"
+    mapped = mapped or "-U" in allowed.unshare
+    rights = "of a user namespace" if mapped else "of this user"
     how = "netem" if allowed.delay == NETEM else f"a relay, because netem: {allowed.why_relay}"
     print(f"namespaces with the rights {rights}; rate by tbf, latency by {how}", flush=True)
 

@@ -146,7 +146,7 @@ class Hosts:
     def _start_relay(self) -> None:
         """The latency of a path is that of two cables."""
         assert self._hub is not None
-        half = f"{0.5e6 * self.shape.latency:g}"
+        half = f"{0.5e6 * self.shape.latency:.10g}"
         words = [sys.executable, str(RELAY_PROGRAM), "--cables", str(self.shape.hosts)]
         process = self._start(
             [*self._inside(self._hub), *words, "--latency-us", half], stdout=subprocess.PIPE

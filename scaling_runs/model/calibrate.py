@@ -156,9 +156,18 @@ def measure_links(
         say(f"{kind}: {row['alpha_us']} us + n / {row['gigabytes']} GB/s")
 
 
-def link_columns(times: Sequence[float]) -> dict[str, object]:
-    """Seconds for each of SIZES as the columns of a link."""
-    alpha, bandwidth, worst = fit(SIZES, times)
+def fit_ends(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """As `fit`, for times that are no straight line: alpha is the time of the smallest message,
+    the bandwidth that between the two largest."""
+    alpha = seconds[0]
+    bandwidth = (sizes[-1] - sizes[-2]) / max(1e-9, seconds[-1] - seconds[-2])
+    pairs = zip(sizes, seconds, strict=True)
+    return alpha, bandwidth, max(abs((alpha + n / bandwidth) / t - 1) for n, t in pairs)
+
+
+def link_columns(times: Sequence[float], ends: bool = False) -> dict[str, object]:
+    """Seconds for each of SIZES as the columns of a link; ends: by `fit_ends`."""
+    alpha, bandwidth, worst = (fit_ends if ends else fit)(SIZES, times)
     return {
         "alpha_us": f"{1e6 * alpha:.2f}",
         "gigabytes": f"{1e-9 * bandwidth:.4f}",

@@ -37,8 +37,8 @@ class Cluster:
     engine), `p2p` (host point-to-point), `gather` and `all_to_all` (a step of a collective), and
     `device` (kernels that put and signal). cores: CPU cores that all ranks of a node share for
     computing and for moving messages, None where ranks have a device each. sharing: ranks that
-    share a port out of the node. ring_waits: a step of an all-gather's ring begins when the one
-    before has ended, as gloo's do; NCCL's follow each other. kernel_scale: factor on measured
+    share a port out of the node. ring_waits: a step of an all-gather's ring over nodes waits
+    for the one before, as gloo's does; NCCL's follow each other. kernel_scale: factor on measured
     kernel times, with its reason among the assumptions.
     """
 

@@ -72,8 +72,9 @@ class Network:
 
         A ring of P - 1 steps, N - 1 of them between N nodes; each has its latency. Over nodes all
         their cards carry: a rank's card brings N - 1 parts while the links in the node pass on
-        P - 1. Where a step waits for the one before (gloo), every step is as slow as the slowest
-        link of the ring, and one message a step leaves a node.
+        P - 1. Where steps wait (gloo), a part goes in two halves and a half is posted when the
+        half before the last has come: on the slowest link a further step takes the longer of its
+        wire and of a latency with half of its wire.
         """
         ranks, cluster = self.ranks, self.cluster
         inside = cluster.link("gather", 0, min(1, ranks - 1))
@@ -83,8 +84,10 @@ class Network:
         if steps:
             between = cluster.link("gather", 0, ranks - 1)
             if cluster.ring_waits:
-                each = max(inside.seconds(size), between.seconds(size))
-                return self._meet(key, (ranks - 1) * each * self._crowding())
+                slow = max(inside, between, key=lambda link: link.seconds(size))
+                wire = size / slow.bandwidth
+                further = max(wire, slow.alpha + wire / 2)
+                return self._meet(key, slow.alpha + wire + (ranks - 2) * further)
             latency += steps * between.alpha
             seconds = max(seconds, steps * size * cluster.sharing / between.bandwidth)
         return self._meet(key, (latency + seconds) * self._crowding())

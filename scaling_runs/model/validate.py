@@ -205,12 +205,12 @@ def require_validation(folder: Path) -> str:
     if content["sources"] != sources_hash():
         raise ModelProblem(f"the model changed since it was compared with measurements; {fix}")
     emulated = content.get("emulated")
-    if emulated is None:
-        raise ModelProblem(
-            "the model was not compared with measurements on emulated hosts: run "
-            "launch/emulated_hosts.sh, then python -m scaling_runs.model --validate"
-        )
     for part in (content, emulated):
+        if part is None:
+            raise ModelProblem(
+                "the model was not compared with measurements on emulated hosts: run "
+                "launch/emulated_hosts.sh, then python -m scaling_runs.model --validate"
+            )
         if not part["passed"]:
             raise ModelProblem(
                 f"the model does not reproduce the measurements ({part['summary']}), so nothing is "

@@ -20,6 +20,7 @@ from scaling_runs.model.predict import simulate
 from scaling_runs.model.programs import PROGRAMS
 from scaling_runs.model.validate import (
     Compared,
+    Verdict,
     judge,
     keep_verdict,
     require_validation,
@@ -250,6 +251,12 @@ def test_verdicts() -> None:
     assert close.passed and close.pairs == 0
 
 
+def on_hosts(chain: float, lasp: float) -> Verdict:
+    """A verdict of emulated hosts: modelled times, where the chain was measured quicker."""
+    found = [compared("chain", 4, 10.0, chain), compared("lasp", 4, 20.0, lasp)]
+    return replace(judge(found, cores=2), emulated=True)
+
+
 def test_nothing_is_predicted_before_a_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,8 +266,16 @@ def test_nothing_is_predicted_before_a_comparison(
     keep_verdict(judge([compared("chain", 2, 10.0, 20.0)], cores=2), tmp_path, "cpu")
     assert program.main(words) == 2
     assert "does not reproduce the measurements" in capsys.readouterr().err
-    path = keep_verdict(judge([compared("chain", 2, 10.0, 10.0)], cores=2), tmp_path, "cpu")
-    assert "1 of 1 medians within 20%" in require_validation(tmp_path)
+    good = judge([compared("chain", 2, 10.0, 10.0)], cores=2)
+    keep_verdict(good, tmp_path, "cpu")
+    assert program.main(words) == 2
+    assert "not compared with measurements on emulated hosts" in capsys.readouterr().err
+    keep_verdict(good, tmp_path, "cpu", on_hosts(30.0, 10.0))
+    assert program.main(words) == 2
+    assert "does not reproduce the measurements (NOT passed" in capsys.readouterr().err
+    path = keep_verdict(good, tmp_path, "cpu", on_hosts(10.0, 30.0))
+    said = require_validation(tmp_path)
+    assert "1 of 1 medians within 20%" in said and "emulated hosts passed" in said
     assert program.main(words) == 2
     assert "no kernel times of simple_gla" in capsys.readouterr().err
     content = json.loads(path.read_text())
@@ -271,7 +286,8 @@ def test_nothing_is_predicted_before_a_comparison(
 
 
 def test_predictions_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    keep_verdict(judge([compared("chain", 2, 10.0, 10.0)], cores=2), tmp_path, "cpu")
+    good = judge([compared("chain", 2, 10.0, 10.0)], cores=2)
+    keep_verdict(good, tmp_path, "cpu", on_hosts(10.0, 30.0))
     store = RowStore(tmp_path / "kernels_nvidia_h200.csv", KERNEL_COLUMNS, KERNEL_KEY)
     for row in kernel_rows(1, 64, 4.0):
         store.put({**row, "gpu": "NVIDIA H200", "host": "x"})
