@@ -6,7 +6,7 @@
 
 alpha and beta are measured anew, then every strategy for each size of state and kind of M; the time
 of a scan is half of that of a forward and a backward scan in a row. Rows go to
-scaling_runs/results/links_<gpu>.csv; a newer run replaces the rows of the same key. Up to as many
+scaling_runs/results/host_scans_<gpu>.csv; a newer run replaces the rows of the same key. Up to as many
 ranks as cores a prediction shall be within 25 percent of the median; beyond, the order of the
 strategies shall be right (--check: exit status 1 where it is not). Run it on a quiet machine: the
 load before the run is a column.
@@ -161,7 +161,7 @@ def write_and_print(
     times: list[ScanTime],
 ) -> list[str]:
     """Keep the rows, print links, table and what is wrong."""
-    store = RowStore(folder / f"links_{machine.slug}.csv", COLUMNS, KEY)
+    store = RowStore(folder / f"host_scans_{machine.slug}.csv", COLUMNS, KEY)
     rows = rows_of(machine, survey, load, cases, times)
     kept = [store.put(row) for row in rows]
     links = [link_line(survey.carrier, name, link) for name, link in survey.links.items()]

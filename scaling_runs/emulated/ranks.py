@@ -135,7 +135,9 @@ class Measurement:
         takes_part = dist.get_rank(group) >= 0 and dist.get_world_size(group) > 1
         if takes_part:
             found = Links(CPU, self.options.seconds / 4, group).measure()
-            for kind, times in found.items() if store is not None else ():
+            for kind, times in found.items():
+                if store is None:
+                    continue
                 row = self._shared(LINK_COLUMNS) | {"where": where, "link": kind}
                 # Steps of gloo's ring wait for each other: the model has their pace from the ends.
                 ends = (where, kind) == ("between", "gather")

@@ -8,6 +8,10 @@
     python -m scaling_runs.model --validate --host cpu
                                                     against rows of weak_scaling.py and of
                                                     namespaces.py
+    python -m scaling_runs.model --local-heap --host nvidia_h200
+                                                    the chooser's predictions for virtual ranks of
+                                                    a GPU against rows of local_exchange.py and of
+                                                    virtual_ranks.py
     python -m scaling_runs.model --predict h20_ib --ranks 4,8,16,32,64,128,1024
 
 On a GPU, --calibrate on one rank measures kernel times (kernels_nvidia_h200.csv), which --predict
@@ -82,8 +86,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--calibrate", action="store_true", help="measure links and kernels here")
     what.add_argument("--paced", action="store_true", help="compare with paced ranks, here")
     what.add_argument("--validate", action="store_true", help="compare with measured rows")
+    what.add_argument("--local-heap", action="store_true", help="compare rows of virtual ranks")
     what.add_argument("--predict", metavar="CLUSTER", help=f"one of {', '.join(PRESETS)}")
-    parser.add_argument("--host", default="cpu", help="slug of the machine of --validate")
+    parser.add_argument("--host", default="cpu", help="slug of the machine whose rows are compared")
     parser.add_argument("--config", type=Path, help="YAML file of a grid")
     add_options(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
@@ -160,6 +165,15 @@ def run_validation(options: argparse.Namespace) -> int:
     return 0 if verdict.passed and emulated is not None and emulated.passed else 1
 
 
+def run_local_heap(options: argparse.Namespace) -> int:
+    """Print the chooser's predictions beside the rows of virtual ranks of one device."""
+    from scaling_runs.model.local_heap import report
+
+    text, good = report(options.results, options.host)
+    print(text)
+    return 0 if good else 1
+
+
 def predicted_rows(grid: Grid, cluster: Cluster, table: KernelTable) -> list[dict[str, object]]:
     """Modelled rows of all points of weak scaling of a grid, and of every system with a program."""
     found: list[dict[str, object]] = []
@@ -219,6 +233,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return run_paced(grid, options)
         if options.validate:
             return run_validation(options)
+        if options.local_heap:
+            return run_local_heap(options)
         run_prediction(grid, options)
     except (ModelProblem, GridProblem, ArgumentProblem) as problem:
         print(f"scaling_runs.model: {problem}", file=sys.stderr)

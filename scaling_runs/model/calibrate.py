@@ -152,8 +152,8 @@ def measure_links(
     store = RowStore(path, LINK_COLUMNS, LINK_KEY)
     for kind, times in steps.items():
         row = {name: shared[name] for name in LINK_COLUMNS if name in shared}
-        row = store.put(row | {"kind": kind} | link_columns(times))
-        say(f"{kind}: {row['alpha_us']} us + n / {row['gigabytes']} GB/s")
+        kept = store.put(row | {"kind": kind} | link_columns(times))
+        say(f"{kind}: {kept['alpha_us']} us + n / {kept['gigabytes']} GB/s")
 
 
 def fit_ends(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from flexla_dist.comm.chooser import measure
 from flexla_dist.comm.chooser.heap_transport import (
     HeapTransport,
     Pattern,
@@ -47,10 +46,8 @@ def test_messages_are_timed(size: int) -> None:
 
 def link(rank: int, size: int) -> Any:
     """A link of small messages, as the chooser takes it."""
-    measure.SIZES = (4 << 10, 16 << 10)
-    measure.REPEATS, measure.WARM_UPS = 3, 1
     heap = make_heap(None, "cpu", "posix_shm")
-    found = measure_heap_link(heap, rounds=(1, 2))
+    found = measure_heap_link(HeapTransport(heap, rounds=(1, 2)), (4 << 10, 16 << 10), 3)
     heap.close()
     return found
 

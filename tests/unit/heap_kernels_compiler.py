@@ -21,9 +21,9 @@ JOBS: list[tuple[Any, dict[str, Any], int]] = [
     (rounds_of_messages, MESSAGES, 4),
     (rounds_of_messages, {**MESSAGES, "COUNT": 5, "BR": 16}, 4),
     (rounds_of_messages, {**MESSAGES, "IN_TURN": False}, 4),
-    (products, {"K": 128, "COLUMNS": 64, "PREC": "tf32x3"}, 8),
+    (products, {"K": 128, "COLUMNS": 64, "SLICE": 32, "PREC": "tf32x3"}, 8),
 ]
-TYPES = {"bases": "*i64", "sums": "*fp32", "matrices": "*fp32", "out": "*fp32"}
+TYPES = {"bases": "*i64", "sums": "*fp32", "matrices": "*fp32", "states": "*fp32"}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ got a message of round n + 1, which its peer sends after it has read those of ro
 import triton
 import triton.language as tl
 
-from flexla_dist.comm.device.memory import floats_at, get_tile, put_tile, word_at
+from flexla_dist.comm.device.memory import fence, floats_at, get_tile, put_tile, word_at
 from flexla_dist.comm.device.p2p import remote_ptr, signal_set, wait_ge
 
 
@@ -135,15 +135,28 @@ def _take(
 
 
 @triton.jit(do_not_specialize=["rounds"])
-def products(matrices, out, rounds, K: tl.constexpr, COLUMNS: tl.constexpr, PREC: tl.constexpr):
-    """Each program multiplies a state [K, COLUMNS] by its M [K, K] `rounds` times, reading M anew,
-    as a dense panel is applied."""
+def products(
+    matrices,
+    states,
+    rounds,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Each program multiplies its state [K, COLUMNS] by its M [K, K] `rounds` times, both read from
+    memory in slices of the inner dim, as a dense panel is applied."""
     rows = tl.arange(0, K)[:, None]
-    inner = tl.arange(0, K)[None, :]
     columns = tl.arange(0, COLUMNS)[None, :]
-    own = matrices + tl.program_id(0).to(tl.int64) * K * K
-    state = tl.full([K, COLUMNS], 1.0, dtype=tl.float32)
+    inner = tl.arange(0, SLICE)
+    number = tl.program_id(0).to(tl.int64)
+    matrix, state = matrices + number * K * K, states + number * K * COLUMNS
     for _ in range(rounds):
-        matrix = tl.load(own + rows * K + inner)
-        state = tl.dot(matrix, state, input_precision=PREC)
-    tl.store(out + tl.program_id(0).to(tl.int64) * K * COLUMNS + rows * COLUMNS + columns, state)
+        total = tl.zeros([K, COLUMNS], dtype=tl.float32)
+        for at in range(0, K, SLICE):
+            left = tl.load(matrix + rows * K + (at + inner)[None, :])
+            right = tl.load(state + (at + inner)[:, None] * COLUMNS + columns)
+            total = tl.dot(left, right, total, input_precision=PREC)
+        fence()
+        tl.store(state + rows * COLUMNS + columns, total)
+        fence()

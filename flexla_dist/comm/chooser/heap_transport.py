@@ -8,14 +8,14 @@ and a second one more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexla_dist.comm.chooser.links import Link, Rates
-from flexla_dist.comm.chooser.measure import measure_link, today
+from flexla_dist.comm.chooser.measure import REPEATS, SIZES, measure_link, today
 from flexla_dist.comm.errors import ExchangeTimeout
 from flexla_dist.comm.heaps import Block, LocalHeap, SymmetricHeap
 from flexla_dist.errors import ShardingError
@@ -183,10 +183,12 @@ class _Part:
         return seconds
 
 
-def measure_heap_link(heap: SymmetricHeap | LocalHeap, **settings: Any) -> Link:
+def measure_heap_link(
+    transport: HeapTransport, sizes: Sequence[int] = SIZES, repeats: int = REPEATS
+) -> Link:
     """The link between the first two ranks of a heap; both call it, of a LocalHeap its process."""
-    rank = getattr(heap, "rank", 0)
-    return measure_link(HeapTransport(heap, **settings), 1 - rank, rank == 0)
+    rank = getattr(transport.heap, "rank", 0)
+    return measure_link(transport, 1 - rank, rank == 0, sizes, repeats)
 
 
 def measure_kernel_rates(device: torch.device, rounds: tuple[int, int] = (8, 64)) -> Rates:
@@ -198,13 +200,20 @@ def measure_kernel_rates(device: torch.device, rounds: tuple[int, int] = (8, 64)
     count = processors(device)
     width, columns = (16, 16) if INTERPRETED else (ROWS, COLUMNS)
     matrices = torch.eye(width, device=device).expand(count, width, width).contiguous()
-    out = torch.empty(count, width, columns, device=device)
+    states = torch.ones(count, width, columns, device=device)
     precision = "ieee" if INTERPRETED else "tf32x3"
     options = {} if INTERPRETED else {"num_warps": 8}
 
     def multiply(number: int) -> Callable[[], object]:
         return lambda: products[(count,)](
-            matrices, out, number, K=width, COLUMNS=columns, PREC=precision, **options
+            matrices,
+            states,
+            number,
+            K=width,
+            COLUMNS=columns,
+            SLICE=min(32, width),
+            PREC=precision,
+            **options,
         )
 
     multiply(rounds[0])()  # compiles

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
@@ -124,31 +124,38 @@ class HostTransport:
         return time.perf_counter()
 
 
-def measure_link(transport: Transport, peer: int, first: bool) -> Link:
+def measure_link(
+    transport: Transport,
+    peer: int,
+    first: bool,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = REPEATS,
+) -> Link:
     """The link to a neighbour; the two ranks call it together, one of them as `first`.
 
-    About half a second between processes of a host. Sizes take turns, so that a moment in which
+    sizes: of messages, ascending; repeats: of each. As they are, it takes about half a second
+    between processes of a host. Sizes take turns, so that a moment in which
     the machine does something else is no size's alone.
     """
     times: dict[tuple[str, int], list[float]] = {}
-    for turn in range(WARM_UPS + REPEATS):
-        for size in SIZES:
+    for turn in range(WARM_UPS + repeats):
+        for size in sizes:
             found = {
                 ("one", size): transport.there_and_back(peer, size, first) / 2,
                 ("both", size): transport.both_ways(peer, size),
             }
-            if size == SIZES[0]:
+            if size == sizes[0]:
                 found["many", size] = transport.burst(peer, size, BURST, first)
             for key, seconds in found.items() if turn >= WARM_UPS else ():
                 times.setdefault(key, []).append(seconds)
-    one = [(size, median(times["one", size])) for size in SIZES]
-    both = [(size, median(times["both", size])) for size in SIZES]
-    alone, many = one[0][1], median(times["many", SIZES[0]])
+    one = [(size, median(times["one", size])) for size in sizes]
+    both = [(size, median(times["both", size])) for size in sizes]
+    alone, many = one[0][1], median(times["many", sizes[0]])
     return Link(
         Curve(_ascending(one)),
         Curve(_ascending(both)),
         gap=max(0.0, (many - 2 * alone) / (BURST - 1)),
-        panel_beta=_panel_beta(transport, peer, first),
+        panel_beta=_panel_beta(transport, peer, first, repeats),
         measured=True,
         source=today(),
     )
@@ -199,11 +206,11 @@ def _ascending(points: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]
     return tuple(found)
 
 
-def _panel_beta(transport: Transport, peer: int, first: bool) -> float:
+def _panel_beta(transport: Transport, peer: int, first: bool, repeats: int) -> float:
     small, large = 4 << 10, 32 << 10
     times = []
     for size in (small, large):
-        found = [transport.panel(peer, size, first) for _ in range(WARM_UPS + REPEATS)]
+        found = [transport.panel(peer, size, first) for _ in range(WARM_UPS + repeats)]
         known = [seconds for seconds in found[WARM_UPS:] if seconds is not None]
         if not known:
             return 0.0
