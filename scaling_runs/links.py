@@ -6,8 +6,8 @@
 
 alpha and beta are measured anew, then every strategy for each size of state and kind of M; the time
 of a scan is half of that of a forward and a backward scan in a row. Rows go to
-scaling_runs/results/host_scans_<gpu>.csv; a newer run replaces the rows of the same key. Up to as many
-ranks as cores a prediction shall be within 25 percent of the median; beyond, the order of the
+scaling_runs/results/host_scans_<gpu>.csv; a newer run replaces the rows of the same key. Up to as
+many ranks as cores a prediction shall be within 25 percent of the median; beyond, the order of the
 strategies shall be right (--check: exit status 1 where it is not). Run it on a quiet machine: the
 load before the run is a column.
 """

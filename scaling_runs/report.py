@@ -5,7 +5,9 @@
     python scaling_runs/report.py --no-plots      without matplotlib
 
 Writes scaling_summary.csv, scaling_*.png and scaling.md into the folder of the CSV files. Modelled
-numbers are marked: italic in tables, dashed in plots, `modelled` in the CSV file.
+numbers are marked: italic in tables, dashed in plots, `modelled` in the CSV file. A table says of
+every system where it was measured or modelled, or that it was not run; maps mark with a star what
+no measured run stands behind; commits with changes that were not committed are told.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scaling_runs.machine import RESULTS
 from scaling_runs.report_data import SUMMARY, Line, Report, read_report
+from scaling_runs.report_runs import system_runs
 from scaling_runs.report_text import page
 
 Row = dict[str, str]
@@ -57,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    runs = system_runs(folder, found.lines)
     write_summary(found.lines, folder / "scaling_summary.csv")
     plots: list[str] = []
     if not options.no_plots:
@@ -69,10 +73,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-        plots = draw(found, folder)
+        plots = draw(found, folder, runs)
     verdict = folder / "model_validation.json"
     checked = json.loads(verdict.read_text()) if verdict.is_file() else None
-    (folder / "scaling.md").write_text(page(found, plots, checked))
+    (folder / "scaling.md").write_text(page(found, plots, checked, runs))
     print(f"{len(found.lines)} lines; {folder / 'scaling.md'}", *plots, sep="\n")
     return 0
 

@@ -14,12 +14,13 @@ from scaling_runs.model.clusters import PRESETS, ModelProblem
 from scaling_runs.model.maps import MAP_RANKS, MAP_STATES, strategy_map
 from scaling_runs.model.validate import require_validation
 from scaling_runs.report_data import Line, Report
+from scaling_runs.report_runs import SystemRuns, without_run
 
 MARK = {"measured": "-o", "modelled": "--"}
 SIZE = (9.0, 4.6)
 
 
-def draw(found: Report, folder: Path) -> list[str]:
+def draw(found: Report, folder: Path, runs: dict[str, SystemRuns]) -> list[str]:
     """Write all plots that there is data for; their file names."""
     written = []
     for name, make in (
@@ -32,7 +33,7 @@ def draw(found: Report, folder: Path) -> list[str]:
             figure.savefig(folder / name, dpi=110, bbox_inches="tight")
             plt.close(figure)
             written.append(name)
-    return written + _maps(folder)
+    return written + _maps(folder, runs)
 
 
 def _colour(system: str, lines: Sequence[Line]) -> str:
@@ -132,8 +133,9 @@ def _bytes(lines: Sequence[Line]) -> plt.Figure | None:
     return figure
 
 
-def _maps(folder: Path) -> list[str]:
-    """The quickest system over ranks and state sizes, where the model may be asked."""
+def _maps(folder: Path, runs: dict[str, SystemRuns]) -> list[str]:
+    """The quickest system over ranks and state sizes, where the model may be asked; a star at what
+    no measured run stands behind."""
     try:
         require_validation(folder)
     except ModelProblem:
@@ -143,17 +145,20 @@ def _maps(folder: Path) -> list[str]:
         figure, axes = plt.subplots(1, 2, figsize=(11.0, 4.2))
         for axis, dense in zip(axes, (False, True), strict=True):
             names, best = strategy_map(cluster, dense)
+            unrun = without_run((names[place] for row in best for place in row), runs)
             axis.imshow(best, aspect="auto", origin="lower", cmap="tab10", vmin=0, vmax=9)
             axis.set_xticks(range(len(MAP_RANKS)), [str(p) for p in MAP_RANKS])
             axis.set_yticks(range(len(MAP_STATES)), [f"{s / 2**20:g}" for s in MAP_STATES])
             for y, row in enumerate(best):
                 for x, place in enumerate(row):
-                    text = names[place].replace("_", "\n", 1)
+                    star = "*" if names[place] in unrun else ""
+                    text = names[place].replace("_", "\n", 1) + star
                     axis.text(x, y, text, ha="center", va="center", fontsize=5)
             axis.set_xlabel("ranks")
             axis.set_ylabel("state MiB")
             kind = "dense M" if dense else "diagonal M"
-            axis.set_title(f"{cluster.name}, {kind} (modelled)", fontsize=9)
+            mark = "; *: never run" if unrun else ""
+            axis.set_title(f"{cluster.name}, {kind} (modelled{mark})", fontsize=9)
         name = f"scaling_map_{cluster.name}.png"
         figure.savefig(folder / name, dpi=110, bbox_inches="tight")
         plt.close(figure)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scaling_runs.model.maps import CANDIDATES
+from scaling_runs.model.programs import PROGRAMS
 from scaling_runs.report_data import Line, Report
+from scaling_runs.report_runs import SystemRuns, commit_words, runs_table, unrun_words
 
 PUBLISHED = """\
 ## Published points
@@ -25,11 +28,6 @@ formed anew would explain it, so that we measure both (`lasp`, `lasp2_naive`) be
 (`lasp2`).
 """
 
-UNMEASURED = (
-    "`fused_chain` and `fused_hierarchical` (exchange inside kernels) have no measured run behind "
-    "them yet: the comparison covers the host-driven systems only."
-)
-
 HOW = """\
 ## How to read it
 
@@ -41,20 +39,36 @@ describes the systems. Numbers in *italics* and dashed lines are modelled, not m
 """
 
 
-def page(found: Report, plots: Sequence[str], checked: Mapping[str, Any] | None) -> str:
+def page(
+    found: Report,
+    plots: Sequence[str],
+    checked: Mapping[str, Any] | None,
+    runs: Mapping[str, SystemRuns],
+) -> str:
     """The whole page."""
-    parts = ["# Scaling\n", HOW]
-    parts += [f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})\n" for plot in plots]
+    known = dict(runs)
+    parts = ["# Scaling\n", HOW, f"{commit_words(found.measured())}\n", runs_table(known)]
+    for plot in plots:
+        name = plot.removesuffix(".png").replace("_", " ")
+        parts.append(f"![{name}]({plot})\n")
+        if name.startswith("scaling map"):
+            text = f"Modelled, not measured. {unrun_words(CANDIDATES, known)}"
+            parts.append(f"{text.strip()}\n")
     for title, lines in (("Measured", found.measured()), ("Modelled", found.modelled())):
         if lines:
             parts.append(f"## {title}\n")
+            if title == "Modelled":
+                words = unrun_words((line.system for line in lines), known)
+                parts += [f"{words}\n"] if words else []
             parts += _tables(lines)
-    parts.append(_model_words(checked, bool(found.modelled())))
+    parts.append(_model_words(checked, bool(found.modelled()), known))
     parts.append(PUBLISHED)
     return "\n".join(parts)
 
 
-def _model_words(checked: Mapping[str, Any] | None, predicted: bool) -> str:
+def _model_words(
+    checked: Mapping[str, Any] | None, predicted: bool, runs: dict[str, SystemRuns]
+) -> str:
     """Whether the model was compared with measurements."""
     if checked is None:
         return (
@@ -64,11 +78,15 @@ def _model_words(checked: Mapping[str, Any] | None, predicted: bool) -> str:
     lines = [
         f"## The model\n\nAgainst measurements on `{checked['host']}`: {checked['summary']}.\n"
     ]
-    lines.append(f"{UNMEASURED}\n")
+    emulated = checked.get("emulated")
+    said = "not measured" if emulated is None else emulated["summary"]
+    lines.append(f"Against measurements on emulated hosts: {said}.\n")
+    words = unrun_words(PROGRAMS, runs)
+    lines += [f"{words}\n"] if words else []
     if not predicted:
         lines.append("No cluster was predicted from it.\n")
     lines += ["| row | measured ms | model ms | error |", "|---|---|---|---|"]
-    for row in checked["rows"]:
+    for row in (*checked["rows"], *(emulated["rows"] if emulated else ())):
         if row["core_for_each_rank"]:
             lines.append(
                 f"| {row['point']} | {row['measured_ms']:.2f} | *{row['modelled_ms']:.2f}* | "
@@ -111,7 +129,10 @@ def _table(key: tuple, lines: Sequence[Line]) -> str:
 
 def _commits(lines: Sequence[Line]) -> str:
     dates = sorted({f"{line.date}, {line.commit}" for line in lines})
-    return "; ".join(dates)
+    words = "; ".join(dates)
+    if any(line.kind == "measured" and line.commit.endswith("+") for line in lines):
+        words += " (+: changes that were not committed)"
+    return words
 
 
 def _cell(line: Line | None) -> str:

@@ -139,9 +139,9 @@ class Measurement:
                 if store is None:
                     continue
                 row = self._shared(LINK_COLUMNS) | {"where": where, "link": kind}
-                # Steps of gloo's ring wait for each other: the model has their pace from the ends.
-                ends = (where, kind) == ("between", "gather")
-                kept = store.links.put(row | link_columns(times, ends))
+                # Steps of gloo's ring wait for each other: their times are no straight line.
+                some = (where, kind) == ("between", "gather")
+                kept = store.links.put(row | link_columns(times, some))
                 numbers = f"{kept['alpha_us']} us + n / {kept['gigabytes']} GB/s"
                 print(f"{where} {kind}: {numbers}", flush=True)
         dist.barrier()

@@ -214,7 +214,12 @@ def run_prediction(grid: Grid, options: argparse.Namespace) -> None:
     written = [store.put(row) for row in predicted_rows(grid, cluster, KernelTable(rows))]
     print(format_table(written, PREDICTED))
     print(f"\nmodelled, not measured. Comparison with measurements: {checked}")
-    print("- fused_chain and fused_hierarchical have no measured run behind them yet")
+    from scaling_runs.report_data import read_report
+    from scaling_runs.report_runs import system_runs, unrun_words
+
+    runs = system_runs(options.results, read_report(options.results).lines)
+    words = unrun_words((row["system"] for row in written), runs)
+    print(f"- {words}" if words else "- every system has a measured run behind it")
     for line in (*cluster.assumptions, *cluster.sources):
         print("-", line)
     print(path)

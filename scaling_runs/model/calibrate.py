@@ -156,18 +156,19 @@ def measure_links(
         say(f"{kind}: {kept['alpha_us']} us + n / {kept['gigabytes']} GB/s")
 
 
-def fit_ends(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """As `fit`, for times that are no straight line: alpha is the time of the smallest message,
-    the bandwidth that between the two largest."""
+def fit_some(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """As `fit`, for times that are no straight line: alpha is the time of the smallest message, the
+    bandwidth that between the third largest and the second largest, which are as large as the
+    messages of the calls; the largest is beyond them."""
     alpha = seconds[0]
-    bandwidth = (sizes[-1] - sizes[-2]) / max(1e-9, seconds[-1] - seconds[-2])
+    bandwidth = (sizes[-2] - sizes[-3]) / max(1e-9, seconds[-2] - seconds[-3])
     pairs = zip(sizes, seconds, strict=True)
     return alpha, bandwidth, max(abs((alpha + n / bandwidth) / t - 1) for n, t in pairs)
 
 
-def link_columns(times: Sequence[float], ends: bool = False) -> dict[str, object]:
-    """Seconds for each of SIZES as the columns of a link; ends: by `fit_ends`."""
-    alpha, bandwidth, worst = (fit_ends if ends else fit)(SIZES, times)
+def link_columns(times: Sequence[float], some: bool = False) -> dict[str, object]:
+    """Seconds for each of SIZES as the columns of a link; some: by `fit_some`."""
+    alpha, bandwidth, worst = (fit_some if some else fit)(SIZES, times)
     return {
         "alpha_us": f"{1e6 * alpha:.2f}",
         "gigabytes": f"{1e-9 * bandwidth:.4f}",

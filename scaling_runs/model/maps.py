@@ -13,6 +13,8 @@ MAP_STATES = tuple(1 << n for n in range(19, 26))
 CANDIDATES = (
     *("chain", "log_scan", "hierarchical", "lasp2", "zeco", "fused_chain", "fused_hierarchical"),
 )
+# Programs of the model by the system of weak_scaling.py that a measured row of them would have.
+RUN_AS = {"fused_chain": "chain_device", "fused_hierarchical": "hierarchical_device"}
 MEMORY_BANDWIDTH = 4.0e12
 PANEL_BYTES, MOST_PANELS = 1 << 16, 16
 
