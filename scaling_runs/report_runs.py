@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scaling_runs.baselines import SYSTEMS
+from scaling_runs.model.emulated import ROW_COLUMNS, ROW_KEY
 from scaling_runs.model.maps import RUN_AS
 from scaling_runs.model.programs import PROGRAMS
 from scaling_runs.report_data import Line
@@ -25,12 +26,13 @@ NOTE_WORDS = 12
 @dataclass
 class SystemRuns:
     """Of one system: ranks by place of measured and of modelled rows, places whose rows are of
-    virtual ranks alone, and why else there is no row."""
+    virtual ranks alone or of paced ranks on emulated hosts, and why else there is no row."""
 
     system: str
     measured: dict[str, set[int]] = field(default_factory=dict)
     modelled: dict[str, set[int]] = field(default_factory=dict)
     virtual: set[str] = field(default_factory=set)
+    emulated: set[str] = field(default_factory=set)
     unfinished: list[str] = field(default_factory=list)
 
     @property
@@ -49,6 +51,9 @@ class SystemRuns:
         instead = list(self.unfinished)
         if self.virtual and not self.measured:
             instead.append(f"virtual ranks of one device: {', '.join(sorted(self.virtual))}")
+        if self.emulated and not self.measured:
+            places = ", ".join(sorted(self.emulated))
+            instead.append(f"paced ranks on emulated hosts: {places}")
         if not self.measured and not instead:
             instead.append("not run")
         return _places(self.measured), _places(self.modelled), "; ".join(instead)
@@ -70,6 +75,10 @@ def system_runs(folder: Path, lines: Iterable[Line]) -> dict[str, SystemRuns]:
     for path in sorted(folder.glob("weak_scaling_*.csv")):
         where = path.stem.removeprefix("weak_scaling_")
         _unfinished(found, where, RowStore(path, COLUMNS, KEY).rows())
+    for path in sorted(folder.glob("emulated_hosts_*.csv")):
+        where = path.stem.removeprefix("emulated_hosts_")
+        for row in RowStore(path, ROW_COLUMNS, ROW_KEY).rows():
+            found[row["system"]].emulated.add(where)
     virtual = _virtual_strategies(folder)
     for program, system in RUN_AS.items():
         found[program].measured = dict(found[system].measured)

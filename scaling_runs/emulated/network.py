@@ -125,7 +125,7 @@ class Hosts:
         own = [shaping("eth0", self.shape)] if relayed else delaying("eth0", self.shape)
         self._in(
             host,
-            f"hostname host{number}",
+            f"hostname {self.shape.name(number)}",
             f"ip link set host{number} name eth0 addrgenmode none",
             f"ip address add {self.shape.address(number)}/24 dev eth0",
             *own,

@@ -54,6 +54,12 @@ class Shape:
         """The address of a host."""
         return f"{NETWORK_PREFIX}.{host + 1}"
 
+    def name(self, host: int) -> str:
+        """The name of a host. It tells the network too, because what is measured of links is kept
+        by the names of hosts."""
+        network = f"{self.rate / 1e6:g}mbit-{1e6 * self.latency:g}us-{self.hosts}x{self.ranks}"
+        return f"host{host}-{network}".replace(".", "-").replace("+", "")
+
     def variables(self, rank: int, port: int) -> Mapping[str, str]:
         """What torchrun would tell a rank, and the device that gloo shall use."""
         return {

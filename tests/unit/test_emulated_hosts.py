@@ -48,6 +48,8 @@ def test_ranks_are_told_what_torchrun_tells() -> None:
     assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"]) == ("5", "6", "1")
     assert (told["LOCAL_WORLD_SIZE"], told["GROUP_RANK"]) == ("2", "2")
     assert told["MASTER_ADDR"] == SHAPE.address(0) == "10.77.0.1"
+    assert SHAPE.name(1) == "host1-200mbit-1000us-3x2"
+    assert Shape(2, 1, 2.5e6, 1e-7).name(0) == "host0-2-5mbit-0-1us-2x1"
     assert [SHAPE.host(rank) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
 
 

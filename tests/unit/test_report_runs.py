@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scaling_runs import report
 from scaling_runs.model.__main__ import PREDICTED, PREDICTED_KEY
+from scaling_runs.model.emulated import ROW_COLUMNS, ROW_KEY
 from scaling_runs.report_data import read_report
 from scaling_runs.report_runs import commit_words, system_runs, unrun_words, without_run
 from scaling_runs.rows import RowStore
@@ -51,6 +52,8 @@ def test_states_come_from_rows(tmp_path: Path) -> None:
     modelled(tmp_path, "chain", 128)
     modelled(tmp_path, "fused_chain", 128)
     virtual(tmp_path, "chain")
+    emulated = RowStore(tmp_path / "emulated_hosts_cpu.csv", ROW_COLUMNS, ROW_KEY)
+    emulated.put({"system": "hierarchical"})
     runs = system_runs(tmp_path, read_report(tmp_path).lines)
     assert runs["chain"].state == "measured and modelled"
     assert runs["chain"].cells() == ("x, P = 2, 4", "h20_ib, P = 128", "")
@@ -59,7 +62,8 @@ def test_states_come_from_rows(tmp_path: Path) -> None:
     assert runs["fused_hierarchical"].cells() == ("", "", "not run")
     assert runs["fla_cp"].cells()[2] == "x: refused (no FLA here)"
     assert runs["lasp"].cells()[2] == "x: failed"
-    assert runs["zeco"].state == "not run"
+    assert runs["zeco"].state == runs["hierarchical"].state == "not run"
+    assert runs["hierarchical"].cells()[2] == "paced ranks on emulated hosts: cpu"
     names = ["chain", "fused_chain", "fused_hierarchical", "fused_chain"]
     assert without_run(names, runs) == ["fused_chain", "fused_hierarchical"]
     said = unrun_words(names, runs)
