@@ -157,7 +157,7 @@ def _maps(folder: Path, runs: dict[str, SystemRuns]) -> list[str]:
             axis.set_xlabel("ranks")
             axis.set_ylabel("state MiB")
             kind = "dense M" if dense else "diagonal M"
-            mark = "; *: never run" if unrun else ""
+            mark = "; *: no measured run" if unrun else ""
             axis.set_title(f"{cluster.name}, {kind} (modelled{mark})", fontsize=9)
         name = f"scaling_map_{cluster.name}.png"
         figure.savefig(folder / name, dpi=110, bbox_inches="tight")

@@ -170,10 +170,10 @@ def test_user_namespaces_are_enough() -> None:
 
 def test_systems_are_measured_and_compared(tmp_path: Path) -> None:
     words = ["--systems", "chain,ulysses,ideal_best", "--seconds", "0.05", "--heads", "2"]
-    words += ["--width", "16", "--tokens", "16", "--rate", "1gbit", "--latency-us", "500"]
+    words += ["--width", "16", "--tokens", "16", "--rate", "500mbit", "--latency-us", "500"]
     done = start(*words, "--results", str(tmp_path))
     if "of its rate when all hosts send at once" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-2])
+        pytest.skip("this machine is too busy: an emulated network does not keep its rate")
     assert done.returncode in (0, 1), done.stdout + done.stderr
     assert "pairs of systems in the measured order on emulated hosts" in done.stdout
     store = EmulatedRows.of(tmp_path, "cpu")
