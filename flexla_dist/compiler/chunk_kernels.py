@@ -2,7 +2,8 @@
 
 Contract: a value crosses a cut through memory. Scores with vector decays are computed apart, their
 gradients after everything else, both a tile of their dim at a time; what is left is cut where the
-fewest bytes cross, so that no kernel has too many products or too many values alive.
+fewest bytes cross, so that no kernel has too many products or too many values alive. Sums over
+columns that the rest needs as a whole are cut off first (see `column_sums`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from flexla_dist.compiler.column_sums import ColumnSums, column_sums, whole_sums
 from flexla_dist.compiler.free_dims import free_chunk_dim, rank_of, summed_dim
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.kernels import Kernel, buffer_name
@@ -38,16 +40,18 @@ class ChunkKernels(Walks):
         remaining = dict(results)
         while pending or remaining:
             roots = [*pending, *remaining.values()]
-            body, _ = self.body_of(roots)
+            body, loads = self.body_of(roots)
             scores = self._scores_apart(body)
             if scores and scores != roots:
                 self._emit_chunk("scores", scores, {})
                 pending = [v for v in pending if v not in self.stored]
                 continue
-            before = self._before_vector_sums(body)
+            before, whole = self._before_column_sums(loads, body)
+            before = before or self._before_vector_sums(body)
             if before:
                 finished = {n: x for n, x in remaining.items() if x in before}
                 crossing = self._crossing(before, [x for x in body if x not in before], set(roots))
+                crossing = sorted({*crossing, *whole}, key=self.order.__getitem__)
                 for result in finished:
                     remaining.pop(result)
                 kept = self._still_read(crossing, [*pending, *remaining.values()])
@@ -71,8 +75,44 @@ class ChunkKernels(Walks):
         for node in body:
             if node.target is ops.decay_scores:
                 cone, _ = self.body_of(x for x in node.args if isinstance(x, fx.Node))
-                if summed_dim(cone, [node], self.spec.output_dims[-1]):
+                if summed_dim(cone, [node], self.column):
                     found.append(node)
+        return found
+
+    def _before_column_sums(
+        self, loads: list[fx.Node], body: list[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What to compute before the rest, where the rest needs sums over columns or holds them
+        all, and which sums (or values of all columns) it yields.
+
+        Products go apart from what holds all columns: no program has a state and all columns.
+        """
+        sums = self._sums_of(loads, body)
+        if not sums.whole or not any(_costly(node) for node in body):
+            return [], []
+        stops = {*sums.early, *sums.wide}
+        below = {node: self._below(node, body) for node in stops}
+        ready = [x for x in body if x in stops and stops.isdisjoint(below[x] - {x})]
+        found = [node for node in ready if node in sums.early] or ready
+        inside = set().union(*(below[node] for node in found))
+        if found[0] not in sums.early and any(_costly(x) for x in inside.difference(found)):
+            inside, found = inside.difference(found), []
+        before = [node for node in body if node in inside]
+        return (before, found) if len(before) < len(body) else ([], [])
+
+    def _sums_of(self, loads: list[fx.Node], body: list[fx.Node]) -> ColumnSums:
+        exact = self.kept.intersection(body)
+        return column_sums(loads, body, self.column, self.sliced, exact)
+
+    @staticmethod
+    def _below(node: fx.Node, body: list[fx.Node]) -> set[fx.Node]:
+        """A value and what of the body it is made from."""
+        inside, found, stack = set(body), set[fx.Node](), [node]
+        while stack:
+            x = stack.pop()
+            if x in inside and x not in found:
+                found.add(x)
+                stack.extend(y for y in x.args if isinstance(y, fx.Node))
         return found
 
     @staticmethod
@@ -126,14 +166,18 @@ class ChunkKernels(Walks):
         stores = {buffer_name(node): node for node in values} | results
         count = sum(k.name.startswith(name) for k in self.kernels)
         unique = f"{name}_{count}" if count else name
-        column = self.spec.output_dims[-1]
-        row_dim = free_chunk_dim(loads, body, stores.values(), column)
+        row_dim = free_chunk_dim(loads, body, stores.values(), self.column)
         kernel = Kernel(unique, "chunk", tuple(loads), tuple(body), stores, row_dim=row_dim)
         cone = [node for node in body if node not in stores.values()]
-        summed = summed_dim(cone, list(stores.values()), column)
+        summed = summed_dim(cone, list(stores.values()), self.column)
         if summed:
             kernel = replace(kernel, row_dim=summed, summed=True)
-        self.kernels.append(kernel)
+        sums = self._sums_of(loads, body)
+        whole = sums.whole
+        alone = self.mixed and not any(self.column in x.meta["dims"] for x in (*loads, *body))
+        if whole or alone:
+            sums = whole_sums(loads, self.sliced)
+        self.add_kernel(replace(kernel, sums=sums, whole=whole))
         for node in values:
             self.stored[node] = None
 
@@ -221,3 +265,8 @@ class ChunkKernels(Walks):
         """Bytes of a value relative to a [C, C] tile."""
         rank = sum(dim != UNIT_DIM for dim in node.meta["dims"])
         return {0: 0.02, 1: 0.05, 2: 1.0}[rank]
+
+
+def _costly(node: fx.Node) -> bool:
+    """A product or a domain operator."""
+    return node.target is ops.matmul or node.target in HEAVY

@@ -31,8 +31,8 @@ def free_row_dim(
     body: Iterable[fx.Node], carried: dict[fx.Node, fx.Node], column: str
 ) -> str | None:
     """First dim of all carried states if the loop never sums over it."""
-    firsts = {node.meta["dims"][0] for node in carried if len(node.meta["dims"]) == 2}
-    if len(firsts) != 1 or any(len(node.meta["dims"]) != 2 for node in carried):
+    firsts = {node.meta["dims"][0] for node in carried}
+    if len(firsts) != 1 or all(len(node.meta["dims"]) != 2 for node in carried):
         return None
     row = firsts.pop()
     summed = any(row in contracted(node) for node in body)
@@ -66,9 +66,9 @@ def free_chunk_dim(
     return None
 
 
-def keeps_column_whole(spec: LinearAttentionSpec, forward: Cell, column: str) -> bool:
-    """Must one program hold all columns? It must where the forward graph sums over them, and where
-    a state has none: its gradient is a sum over all columns."""
+def mixes_columns(spec: LinearAttentionSpec, forward: Cell, column: str) -> bool:
+    """Does the call mix columns? It does where the forward graph sums over them, and where a state
+    has none: its gradient is a sum over all columns."""
     lacking = any(column not in dims for dims in spec.state_dims.values())
     return lacking or contracts(forward, column)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from flexla_dist.compiler.column_sums import ColumnSums
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.kinds import HEAVY
 
@@ -23,6 +24,7 @@ class Kernel:
     `loads` are arguments and values of earlier kernels, `body` the nodes to compute in order,
     `stores` the results by name. A scan carries `carried`: argument of the state (or of its
     gradient) to the node that follows it; with `history` the states entering the chunks are stored.
+    `sums` tells what it does with sums over columns.
     """
 
     name: str
@@ -34,6 +36,13 @@ class Kernel:
     row_dim: str | None = None  # a dim that may be tiled too
     summed: bool = False  # one program adds up the tiles of row_dim
     history: bool = True
+    sums: ColumnSums = field(default_factory=ColumnSums)
+    whole: bool = False  # one program holds all columns
+
+    @property
+    def parts(self) -> tuple[fx.Node, ...]:
+        """Loads of which a program reads the part of its own tile."""
+        return tuple(node for node in self.loads if node in self.sums.partial)
 
     @property
     def products(self) -> int:
@@ -43,11 +52,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Kernels in order; `partial` holds the stored values that are sums over column tiles."""
+    """Kernels in order, and the dim that they may cut into column tiles."""
 
     kernels: tuple[Kernel, ...]
     column: str
-    contracts_column: bool
 
 
 def buffer_name(node: fx.Node) -> str:

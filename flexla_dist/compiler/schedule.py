@@ -20,6 +20,9 @@ In front of a serial loop gates are exponentiated too: vectors, or the tile that
 loop computes anyway and a later kernel needs is stored by the loop. A loop that never sums over the
 state's first dim is cut into row tiles as well as column tiles.
 
+No program holds all columns but where `column_sums` says so. A sum over columns that something
+other than a sum needs is stored tile by tile, by a kernel before, and added up where it is loaded.
+
 A value travels through memory when making it again costs more than reading it: domain operators
 always, and in front of a serial loop every product with tokens as rows. Everything elementwise is
 made again. A chunk stage with more products than a kernel may hold is cut where the fewest bytes
@@ -34,7 +37,8 @@ from dataclasses import replace
 from torch import fx
 
 from flexla_dist.compiler.chunk_kernels import ChunkKernels
-from flexla_dist.compiler.free_dims import free_row_dim, keeps_column_whole
+from flexla_dist.compiler.column_sums import whole_sums
+from flexla_dist.compiler.free_dims import free_row_dim, mixes_columns
 from flexla_dist.compiler.ir.graph import Cell
 from flexla_dist.compiler.kernels import Kernel, Schedule
 from flexla_dist.compiler.kinds import HEAVY
@@ -58,17 +62,17 @@ class _Scheduler(ChunkKernels):
         """
         level = 1 if kind == "scan" else 2
         roots = [*carried.values(), *(maps or {}).values()]
-        self.add_chunks(f"before_{kind}", self.wanted_before_loop(roots, level))
-        if decays:
-            body, loads = self.body_of(decays.values())
-            self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
+        early = self.wanted_before_loop(roots, level)
+        early += self.sums_before_loop([*roots, *(decays or {}).values()], early, level)
+        self.add_chunks(f"before_{kind}", sorted(set(early), key=self.order.__getitem__))
+        self._add_decays(decays or {})
         self._add_maps(maps or {})
         loop = self._loop(kind, carried)
         for node in carried:
             self.stored[node] = None
         shared = self.shared_with(loop, later)
         self.stored.update(dict.fromkeys(shared.values()))
-        self.kernels.append(replace(loop, stores=shared) if shared else loop)
+        self.add_kernel(replace(loop, stores=shared) if shared else loop)
 
     def add_fused_loop(
         self,
@@ -83,16 +87,20 @@ class _Scheduler(ChunkKernels):
         heavy = [x for x in extra if any(n.target in HEAVY for n in self.body_of([x])[0])]
         early += [x for x in extra if x not in heavy]
         self.add_chunks("before_scan", sorted(early, key=self.order.__getitem__))
-        if decays:
-            body, loads = self.body_of(decays.values())
-            self.kernels.append(Kernel("decays", "decays", tuple(loads), tuple(body), decays))
+        self._add_decays(decays)
         self._add_maps(maps)
-        self.kernels.append(replace(self._loop("summary", carried), history=False))
+        self.add_kernel(replace(self._loop("summary", carried), history=False))
         self.add_chunks("before_output", sorted(heavy, key=self.order.__getitem__))
         body, loads = self.body_of([*results.values(), *carried.values()])
         loads = [node for node in loads if node not in carried]
         scan = Kernel("scan", "scan", tuple(loads), tuple(body), results, carried, history=False)
-        self.kernels.append(scan)
+        self.add_kernel(scan)
+
+    def _add_decays(self, decays: dict[str, fx.Node]) -> None:
+        if decays:
+            body, loads = self.body_of(decays.values())
+            kernel = Kernel("decays", "decays", tuple(loads), tuple(body), decays)
+            self.add_kernel(self._summing(kernel, decays.values()))
 
     def _add_maps(self, maps: dict[fx.Node, fx.Node]) -> None:
         """A kernel for M of each state, with as many columns as M has rows: whatever sums over the
@@ -100,7 +108,7 @@ class _Scheduler(ChunkKernels):
         self.add_chunks("before_map", self._column_sums(maps))
         for at, (node, following) in enumerate(maps.items()):
             loop = self._loop("map", {node: following})
-            self.kernels.append(replace(loop, name=f"map_{at}") if at else loop)
+            self.add_kernel(replace(loop, name=f"map_{at}") if at else loop)
 
     def _column_sums(self, maps: dict[fx.Node, fx.Node]) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
@@ -118,15 +126,24 @@ class _Scheduler(ChunkKernels):
     def _loop(self, kind: str, carried: dict[fx.Node, fx.Node]) -> Kernel:
         body, loads = self.body_of(carried.values())
         loads = [node for node in loads if node not in carried]
-        row_dim = free_row_dim(body, carried, self.spec.output_dims[-1])
-        return Kernel(kind, kind, tuple(loads), tuple(body), {}, carried, row_dim)
+        row_dim = free_row_dim(body, carried, self.column)
+        kernel = Kernel(kind, kind, tuple(loads), tuple(body), {}, carried, row_dim)
+        return self._summing(kernel, carried.values())
+
+    def _summing(self, kernel: Kernel, results: Iterable[fx.Node]) -> Kernel:
+        """The kernel with what it does with sums over columns."""
+        sums = self.loop_sums(kernel.loads, kernel.body, results)
+        if sums.whole:
+            sums = whole_sums(kernel.loads, self.sliced)
+            return replace(kernel, sums=sums, whole=True, row_dim=None)
+        return replace(kernel, sums=sums)
 
 
 def can_fuse(spec: LinearAttentionSpec, cell: Cell) -> bool:
-    """May outputs be computed within the scan? Where one program need not hold all columns."""
+    """May outputs be computed within the scan? Where every column is computed by itself."""
     column = spec.output_dims[-1]
     tiled = column in cell.outputs["output"].meta["dims"]
-    return bool(_states(cell)) and tiled and not keeps_column_whole(spec, cell, column)
+    return bool(_states(cell)) and tiled and not mixes_columns(spec, cell, column)
 
 
 def schedule_forward(
@@ -136,7 +153,7 @@ def schedule_forward(
 
     plan: "unfused" or, where `can_fuse`, "fused". kept: values that backward reads again.
     """
-    scheduler = _Scheduler(spec, cell, kept)
+    scheduler = _Scheduler(spec, cell, kept, mixes_columns(spec, cell, spec.output_dims[-1]))
     outputs = cell.outputs
     states = _states(cell)
     if states:
@@ -149,15 +166,13 @@ def schedule_forward(
         decays = {name: node for name, node in outputs.items() if name.startswith("decay_")}
         if plan == "fused":
             scheduler.add_fused_loop(carried, {"output": outputs["output"]}, maps, decays)
-            column = spec.output_dims[-1]
-            return Schedule(tuple(scheduler.kernels), column, False)
+            return Schedule(tuple(scheduler.kernels), scheduler.column)
         scheduler.add_loop("scan", carried, [outputs["output"]], maps, decays)
     heavy = scheduler.heavy_below([outputs["output"]])
     early = [node for node in heavy if scheduler.level[node] == 0]
     scheduler.add_chunks("before_output", early)
     scheduler.add_chunks("output", [], {"output": outputs["output"]})
-    column = spec.output_dims[-1]
-    return Schedule(tuple(scheduler.kernels), column, keeps_column_whole(spec, cell, column))
+    return Schedule(tuple(scheduler.kernels), scheduler.column)
 
 
 def schedule_backward(
@@ -167,7 +182,8 @@ def schedule_backward(
 
     kept: values that forward stored.
     """
-    scheduler = _Scheduler(spec, cell)
+    mixed = mixes_columns(spec, forward, spec.output_dims[-1])
+    scheduler = _Scheduler(spec, cell, mixed=mixed)
     scheduler.stored.update(dict.fromkeys(kept))
     outputs = cell.outputs
     states = _states(cell)
@@ -186,8 +202,7 @@ def schedule_backward(
     if previous:
         scheduler.add_loop("reverse", previous, results)
     scheduler.add_chunks("gradients", [], gradients)
-    column = spec.output_dims[-1]
-    return Schedule(tuple(scheduler.kernels), column, keeps_column_whole(spec, forward, column))
+    return Schedule(tuple(scheduler.kernels), scheduler.column)
 
 
 def _states(cell: Cell) -> dict[str, fx.Node]:

@@ -1,14 +1,17 @@
 """Walks over a graph that decide what a kernel computes, loads, and should not compute.
 
-Contract: `stored` grows as kernels are added: values that wait in memory from then on.
+Contract: `stored` grows as kernels are added: values that wait in memory from then on; `sliced`
+those of which memory has one part a column tile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
+from flexla_dist.compiler.column_sums import ColumnSums, column_sums
 from flexla_dist.compiler.free_dims import rank_of, viewed
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
@@ -22,8 +25,15 @@ from flexla_dist.spec.spec import LinearAttentionSpec
 class Walks:
     """A graph and what is known of its nodes."""
 
-    def __init__(self, spec: LinearAttentionSpec, cell: Cell, kept: Iterable[fx.Node] = ()):
+    def __init__(
+        self,
+        spec: LinearAttentionSpec,
+        cell: Cell,
+        kept: Iterable[fx.Node] = (),
+        mixed: bool = False,
+    ):
         self.spec, self.cell = spec, cell
+        self.mixed = mixed  # the forward graph mixes columns
         self.kept = frozenset(kept)  # values to store wherever they are computed
         self.order = {node: at for at, node in enumerate(cell.graph.nodes)}
         self.level: dict[fx.Node, int] = {}
@@ -43,7 +53,14 @@ class Walks:
                 )
                 self.gated[node] = node.target in SLOW or any(self.gated[x] for x in operands)
         self.stored: dict[fx.Node, None] = {}
+        self.sliced: set[fx.Node] = set()
         self.kernels: list[Kernel] = []
+        self.column = spec.output_dims[-1]
+
+    def add_kernel(self, kernel: Kernel) -> None:
+        """The next kernel."""
+        self.kernels.append(kernel)
+        self.sliced.update(x for x in kernel.stores.values() if x in kernel.sums.partial)
 
     def body_of(self, roots: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes to compute for `roots`, and what they load; stored values are not computed."""
@@ -88,6 +105,26 @@ class Walks:
         bases = [viewed(x) for x in node.args if isinstance(x, fx.Node)]
         return any(self.gated[x] and rank_of(x) > 1 for x in bases)
 
+    def loop_sums(
+        self, loads: Sequence[fx.Node], body: Sequence[fx.Node], results: Iterable[fx.Node]
+    ) -> ColumnSums:
+        """Sums over columns in a loop, of which no result may be a part; loads are added up."""
+        exact = [x for x in results if self.column not in x.meta["dims"]]
+        found = column_sums(loads, body, self.column, (), exact)
+        return replace(found, completed=self.sliced.intersection(loads))
+
+    def sums_before_loop(
+        self, results: Sequence[fx.Node], planned: Iterable[fx.Node], level: int
+    ) -> list[fx.Node]:
+        """Values below `level`, beside those `planned`, that a loop cannot compute from a tile of
+        the columns."""
+        stored = self.stored
+        self.stored = stored | dict.fromkeys(planned)
+        body, loads = self.body_of(results)
+        self.stored = stored
+        found = self.loop_sums(loads, body, results)
+        return [x for x in (*found.early, *found.wide) if self.level[x] < level]
+
     def shared_with(self, loop: Kernel, roots: Iterable[fx.Node]) -> dict[str, fx.Node]:
         """Products with token rows that the loop computes and kernels for `roots` need."""
         inside = set(loop.body)
@@ -100,6 +137,7 @@ class Walks:
                 continue
             seen.add(node)
             useful = node in inside and self.costly[node] and self._has_token_rows(node)
+            useful = useful and node not in loop.sums.partial
             if useful and node.target not in VIEWS:
                 found[buffer_name(node)] = node
                 continue

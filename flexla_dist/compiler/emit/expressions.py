@@ -82,9 +82,16 @@ def handler(*fns: Callable[..., Any]) -> Callable[[Handler], Handler]:
 class Expressions:
     """Appends the text of nodes; knows the tile of every value so far."""
 
-    def __init__(self, writer: Writer, uneven: frozenset[str], spec_name: str):
+    def __init__(
+        self,
+        writer: Writer,
+        uneven: frozenset[str],
+        spec_name: str,
+        once: frozenset[tuple[fx.Node, int]] = frozenset(),
+    ):
         self.writer = writer
         self.uneven = uneven
+        self.once = once  # operands that only the first column tile adds
         self.spec_name = spec_name
         self.tiles: dict[fx.Node, Tile] = {}
         self.used_helpers: set[str] = set()
@@ -116,6 +123,11 @@ class Expressions:
         """Let a value be emitted again where it is needed next."""
         self.tiles.pop(node, None)
         self.narrow.pop(node, None)
+
+    def addend(self, node: fx.Node, at: int) -> str:
+        """An operand as float32, zero in all column tiles but the first if it counts once."""
+        text = self.wide(node.args[at])
+        return f"tl.where(tile == 0, {text}, 0.0)" if (node, at) in self.once else text
 
     def stored(self, x: fx.Node) -> Tile:
         """An operand of a matrix product, in storage type where it still exists."""
@@ -188,7 +200,7 @@ class Expressions:
 
     def _binary(self, node: fx.Node) -> Tile:
         a, b = node.args
-        text = _BINARY[node.target].format(self.wide(a), self.wide(b))  # type: ignore[index]
+        text = _BINARY[node.target].format(self.addend(node, 0), self.addend(node, 1))  # type: ignore[index]
         za, zb = self._zero(a), self._zero(b)
         zero = za | zb if node.target is ops.mul else za & zb
         if node.target is ops.div:
@@ -214,7 +226,7 @@ def value_name(node: fx.Node) -> str:
 @handler(ops.where)
 def _where(e: Expressions, node: fx.Node) -> Tile:
     mask, a, b = node.args
-    text = f"tl.where({e.wide(mask)}, {e.wide(a)}, {e.wide(b)})"
+    text = f"tl.where({e.wide(mask)}, {e.addend(node, 1)}, {e.addend(node, 2)})"
     return e.define(node, text, e._zero(a) & e._zero(b))
 
 

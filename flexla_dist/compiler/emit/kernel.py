@@ -48,7 +48,6 @@ class _Emitter(Memory):
     # -- the text -----------------------------------------------------------------------------
 
     def run(self) -> Emitted:
-        self._note_partial()
         body = self._body_text()
         name = f"{self.spec.name}_{self.kernel.name}"
         pointers, numbers = tuple(self.pointers), tuple(self.numbers)

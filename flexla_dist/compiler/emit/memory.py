@@ -21,7 +21,7 @@ RESERVED = (
     *device.__all__,
     *("tl", "triton", "unit", "head", "tile", "rows", "chunk", "lane", "first", "start", "length"),
     *("document", "first_chunk", "count", "first_token", "tokens", "step", "at"),
-    *("row_tile", "num_row_tiles", "KEEP"),
+    *("row_tile", "num_row_tiles", "KEEP", "part"),
     *("T", "HV", "MODE", "PACKED", "num_tiles", "num_chunks", "num_tokens", "chunks_per_lane"),
     *("chunk_start", "chunk_length", "document_chunk", "document_start", "float"),
 )
@@ -44,13 +44,12 @@ class Memory:
         self.spec, self.schedule, self.kernel = spec, schedule, kernel
         names = (*spec.inputs, *spec.params, *spec.scalars)
         self.writer = Writer((*RESERVED, *spec.scalars, *(f"{n}_ptr" for n in names)))
-        self.expressions = Expressions(self.writer, uneven, spec.name)
+        self.expressions = Expressions(self.writer, uneven, spec.name, kernel.sums.once)
         self.uneven = uneven
         self.pointers: dict[str, None] = {}
         self.numbers: dict[str, None] = {}
         self.constants: dict[str, None] = {}
         self.sliced: set[str] = set()
-        self.partial: dict[fx.Node, bool] = {}
         self.dims = self._all_dims()
         self.column = schedule.column
         self.loop = kernel.kind in LOOPS
@@ -65,18 +64,6 @@ class Memory:
                 if dim != UNIT_DIM:
                     found[dim] = None
         return list(found)
-
-    def _note_partial(self) -> None:
-        """A value without columns that sums over them is partial when columns are tiled."""
-        for node in self.kernel.loads:
-            self.partial[node] = bool(node.meta.get("partial"))
-        for node in self.kernel.body:
-            operands = [x for x in node.args if isinstance(x, fx.Node)]
-            summed = any(self.column in x.meta["dims"] for x in operands)
-            inherited = any(self.partial.get(x, False) for x in operands)
-            missing = self.column not in node.meta["dims"]
-            self.partial[node] = missing and (summed or inherited)
-            node.meta["partial"] = self.partial[node]
 
     def _constant(self, name: str) -> str:
         self.constants[name] = None
@@ -106,6 +93,9 @@ class Memory:
             self.expressions.tiles[node] = Tile(node.meta["key"], ())
             return
         name = node.meta["key"] if node.op == "placeholder" else buffer_name(node)
+        if node in self.kernel.sums.completed:
+            self._load_sum(node, name)
+            return
         address, mask = self._address(node, name, role)
         guard = f", mask={mask}, other=0.0" if mask else ""
         again = _AGAIN[self.loaded.get(node, 0) % len(_AGAIN)]
@@ -116,16 +106,33 @@ class Memory:
         zero = frozenset(node.meta["dims"]) & self.uneven
         self.expressions.tiles[node] = Tile(var, node.meta["dims"], False, zero)
 
+    def _load_sum(self, node: fx.Node, name: str) -> None:
+        """A sum over columns of which memory has one part a column tile."""
+        dims, w = node.meta["dims"], self.writer
+        first, mask = self._part_address(node, name, "0")
+        following, _ = self._part_address(node, name, "part")
+        guard = f", mask={mask}, other=0.0" if mask else ""
+        var = w.assign(value_name(node), f"tl.load({first}{guard}).to(tl.float32)")
+        with w.block(f"for part in tl.static_range(1, {self._constant(f'parts_{name}')}):"):
+            w.line(f"{var} += tl.load({following}{guard}).to(tl.float32)")
+        self.expressions.tiles[node] = Tile(var, dims, True, frozenset(dims) & self.uneven)
+
+    def _part_address(self, node: fx.Node, name: str, part: str) -> tuple[str, str]:
+        dims = node.meta["dims"]
+        base = self._pointer(f"{name}_ptr")
+        if part != "0":
+            base += f" + {part} * num_chunks * HV * {self._numel(dims)}"
+            self._number("num_chunks")
+        return self._block_address(base, "(chunk * HV + head)", dims)
+
     def _address(self, node: fx.Node, name: str, role: str) -> tuple[str, str]:
         dims: Dims = node.meta["dims"]
         if role in TOKEN_ROLES:
             return self._token_address(name, dims, self._heads_of(name, role))
         if role == "param":
             return self._block_address(self._pointer(f"{name}_ptr"), "head", dims)
-        if role == "value" and self.partial.get(node):
-            base = f"{self._pointer(f'{name}_ptr')} + tile * num_chunks * HV * {self._numel(dims)}"
-            self._number("num_chunks")
-            return self._block_address(base, "(chunk * HV + head)", dims)
+        if role == "value" and node in self.kernel.sums.partial:
+            return self._part_address(node, name, "tile")
         return self._block_address(self._pointer(f"{name}_ptr"), "(chunk * HV + head)", dims)
 
     def _heads_of(self, name: str, role: str) -> tuple[str, str]:
@@ -201,14 +208,21 @@ class Memory:
         key = node.meta["key"]
         pointer = self._pointer(f"{key}_ptr")
         address, mask = self._block_address(pointer, "(chunk * HV + head)", node.meta["dims"])
-        with self.writer.block(f"if {self._constant('KEEP')}:"):
+        keep = self._constant("KEEP")
+        if self.column not in node.meta["dims"]:
+            keep += " and tile == 0"
+        with self.writer.block(f"if {keep}:"):
             self._store(address, self.expressions.tile(node).name, mask)
 
     def _store_exit(self, node: fx.Node) -> None:
         key = node.meta["key"]
         pointer = self._pointer(f"leave_{key}_ptr")
         address, mask = self._block_address(pointer, "(document * HV + head)", node.meta["dims"])
-        self._store(address, self.expressions.tile(node).name, mask)
+        if self.column in node.meta["dims"]:
+            self._store(address, self.expressions.tile(node).name, mask)
+            return
+        with self.writer.block("if tile == 0:"):
+            self._store(address, self.expressions.tile(node).name, mask)
 
     # -- stores -------------------------------------------------------------------------------
 
@@ -219,7 +233,7 @@ class Memory:
     def _store_result(self, name: str, node: fx.Node) -> None:
         dims = node.meta["dims"]
         tiled = self.column in dims
-        partial = self.partial.get(node, bool(node.meta.get("partial"))) and not tiled
+        partial = node in self.kernel.sums.partial and not tiled
         if partial:
             self.sliced.add(name)
         target = name.removeprefix("grad_")

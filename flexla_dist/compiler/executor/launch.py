@@ -140,7 +140,7 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
     width = power_of_two(column)
     whole = [power_of_two(s) for d, s in problem.sizes.items() if d != schedule.column]
     widest = max(whole, default=MIN_TILE)
-    if schedule.contracts_column:
+    if kernel.whole:
         return Launch(width, 8 if width > 64 else 4, 1)
     wide = problem.output_dtype == torch.float32
     flat = all(len(node.meta["dims"]) < 2 for node in kernel.carried)
@@ -153,10 +153,25 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         tile = min(width, 32 if narrow else 64)
         warps = 8 if widest > 128 and whole_rows else 4
         return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
-    scans = any(node.target is ops.decay_scan_reverse for node in kernel.body)
+    scans = any(
+        node.target is ops.decay_scan_reverse
+        for other in _sharing_parts(schedule, kernel)
+        for node in other.body
+    )
     tile = min(width, 64 if widest > 128 or wide or scans else 128)
     vector = any(node.target in VECTOR_SUMS for node in kernel.body) and kernel.row_dim is None
     return Launch(max(MIN_TILE, tile >> shrink), 8 if vector or widest > 128 else 4, 1)
+
+
+def _sharing_parts(schedule: Schedule, kernel: Kernel) -> list[Kernel]:
+    """Kernels that must have the column tiles of this one: sums over a tile pass between them."""
+    read = {node for other in schedule.kernels for node in other.parts}
+    sharing = [
+        other
+        for other in schedule.kernels
+        if other.parts or not read.isdisjoint(other.stores.values())
+    ]
+    return sharing if any(other is kernel for other in sharing) else [kernel]
 
 
 def row_tile(problem: Outline, kernel: Kernel) -> int:
@@ -188,7 +203,6 @@ def column_tiles(
     """Number of column tiles of a kernel; one where it has neither columns nor sums over a tile."""
     column = schedule.column
     nodes = (*kernel.loads, *kernel.body, *kernel.carried)
-    partial = any(node.meta.get("partial") for node in kernel.loads)
-    if not partial and not any(column in node.meta["dims"] for node in nodes):
+    if not kernel.parts and not any(column in node.meta["dims"] for node in nodes):
         return 1
     return -(-(columns or problem.size(column)) // launch.column_tile)

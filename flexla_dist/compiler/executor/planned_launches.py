@@ -195,7 +195,7 @@ class LaunchPlanner:
         found = self.executor.configured.get(key)
         if found is None:
             launch = launching.configuration(problem, self.schedule, kernel, self.shrink)
-            if columns and self.schedule.contracts_column:  # then every program holds them all
+            if columns and kernel.whole:  # then every program holds them all
                 width = max(launch.column_tile, power_of_two(columns))
                 launch = replace(launch, column_tile=width)
             tiles = launching.column_tiles(problem, self.schedule, kernel, launch, columns)
@@ -265,6 +265,8 @@ class LaunchPlanner:
             if dim == kernel.row_dim:
                 return launching.row_tile(problem, kernel)
             return min(tile, launch.column_tile) if dim == self.schedule.column else tile
+        if name.startswith("parts_"):
+            return self.memory[f"{name.removeprefix('parts_')}_ptr"].shape[0]
         if name.startswith("heads_"):
             return self._group_heads(name.removeprefix("heads_"))
         packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
