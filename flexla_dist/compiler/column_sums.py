@@ -107,12 +107,13 @@ class _Walk:
 
     def _visit(self, node: fx.Node) -> None:
         operands = [(at, x) for at, x in enumerate(node.args) if isinstance(x, fx.Node)]
-        if self._is_wide(node, [x for _, x in operands]):
+        wide = self._is_wide(node, [x for _, x in operands])
+        if wide:
             self.wide.append(node)
         partial = [(at, x) for at, x in operands if x in self.sources]
         for x in self._misused(node, partial):
             self._need_whole(x)
-        if self.column in node.meta["dims"] or node in self.early:
+        if wide or self.column in node.meta["dims"] or node in self.early:
             return
         sources = frozenset().union(*(self.sources.get(x, frozenset()) for _, x in partial))
         if self.column in contracted(node):
