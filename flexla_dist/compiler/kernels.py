@@ -52,10 +52,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Kernels in order, and the dim that they may cut into column tiles."""
+    """Kernels in order, and the dim that they may cut into column tiles; `mixed` tells that the
+    forward graph mixes columns."""
 
     kernels: tuple[Kernel, ...]
     column: str
+    mixed: bool = False
 
 
 def buffer_name(node: fx.Node) -> str:

@@ -166,13 +166,13 @@ def schedule_forward(
         decays = {name: node for name, node in outputs.items() if name.startswith("decay_")}
         if plan == "fused":
             scheduler.add_fused_loop(carried, {"output": outputs["output"]}, maps, decays)
-            return Schedule(tuple(scheduler.kernels), scheduler.column)
+            return Schedule(tuple(scheduler.kernels), scheduler.column, scheduler.mixed)
         scheduler.add_loop("scan", carried, [outputs["output"]], maps, decays)
     heavy = scheduler.heavy_below([outputs["output"]])
     early = [node for node in heavy if scheduler.level[node] == 0]
     scheduler.add_chunks("before_output", early)
     scheduler.add_chunks("output", [], {"output": outputs["output"]})
-    return Schedule(tuple(scheduler.kernels), scheduler.column)
+    return Schedule(tuple(scheduler.kernels), scheduler.column, scheduler.mixed)
 
 
 def schedule_backward(
@@ -202,7 +202,7 @@ def schedule_backward(
     if previous:
         scheduler.add_loop("reverse", previous, results)
     scheduler.add_chunks("gradients", [], gradients)
-    return Schedule(tuple(scheduler.kernels), scheduler.column)
+    return Schedule(tuple(scheduler.kernels), scheduler.column, scheduler.mixed)
 
 
 def _states(cell: Cell) -> dict[str, fx.Node]:

@@ -151,7 +151,8 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         whole_rows = kernel.row_dim is None  # a dense M: more programs bring more than wider ones
         narrow = widest > 128 or wide or (whole_rows and not flat)
         tile = min(width, 32 if narrow else 64)
-        warps = 8 if widest > 128 and whole_rows else 4
+        several = schedule.mixed and (widest > 64 or wide)  # a state beside the tiles of another
+        warps = 8 if whole_rows and (widest > 128 or several) else 4
         return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
     scans = any(
         node.target is ops.decay_scan_reverse
@@ -159,8 +160,12 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         for node in other.body
     )
     tile = min(width, 64 if widest > 128 or wide or scans else 128)
+    large = widest > 128
+    if schedule.mixed:  # more values beside each other than where columns do not mix
+        tile = min(tile, 32) if wide and widest <= 128 else tile
+        large = max(width, widest) > 64
     vector = any(node.target in VECTOR_SUMS for node in kernel.body) and kernel.row_dim is None
-    return Launch(max(MIN_TILE, tile >> shrink), 8 if vector or widest > 128 else 4, 1)
+    return Launch(max(MIN_TILE, tile >> shrink), 8 if vector or large else 4, 1)
 
 
 def _sharing_parts(schedule: Schedule, kernel: Kernel) -> list[Kernel]:
