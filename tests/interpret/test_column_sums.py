@@ -13,7 +13,7 @@ from flexla_dist.ops.op import compile
 from flexla_dist.testing.inputs import make_inputs
 
 from ..unit.column_specs import COLUMN_SPECS
-from ..unit.outside_training import out_of_bounds, run_oracle, results_of
+from ..unit.outside_training import out_of_bounds, results_of, run_oracle
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore::DeprecationWarning")
 
