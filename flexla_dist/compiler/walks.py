@@ -111,7 +111,7 @@ class Walks:
         """Sums over columns in a loop, of which no result may be a part; loads are added up."""
         exact = [x for x in results if self.column not in x.meta["dims"]]
         found = column_sums(loads, body, self.column, (), exact)
-        return replace(found, completed=self.sliced.intersection(loads))
+        return replace(found, completed=frozenset(self.sliced.intersection(loads)))
 
     def sums_before_loop(
         self, results: Sequence[fx.Node], planned: Iterable[fx.Node], level: int
