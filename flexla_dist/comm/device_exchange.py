@@ -33,6 +33,7 @@ from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ExecutorError, ShardingError
 
 State = tuple[Tensor, ...]
+Heads = tuple[int, int]  # the first one of a group of heads, and how many
 
 COMPOSE_FROM = 3  # segments: fewer products wait for the state than composing would take
 SETTLE_SECONDS = 0.3  # how long records of other ranks are waited for, once there is one
@@ -131,10 +132,13 @@ class DeviceExchanger:
         far as the device holds them. delay_ns: what is added to the way of every message.
     waits: False takes every wait as over, for measurements: results are then wrong.
 
-    Every method is called by all ranks in the same order, `check` at will. Errors of a wait come
-    from `check`, until then results may be NaN. Kernels go to the current stream, which the caller
-    orders with others; exchanges of one shape and direction follow each other. Nothing here is
-    recorded by autograd.
+    An exchange may serve a group of heads alone: the panels of other heads are neither read nor
+    written, and the exchanges of the groups together are one of all heads.
+
+    Every method is called by all ranks in the same order, with the same heads, `check` at will.
+    Errors of a wait come from `check`, until then results may be NaN. Kernels go to the current
+    stream, which the caller orders with others; exchanges of one shape and direction follow each
+    other. Nothing here is recorded by autograd.
     """
 
     heap: SymmetricHeap | LocalHeap
@@ -182,14 +186,19 @@ class DeviceExchanger:
         crossing: Sequence[bool],
         tag: Tag | None = None,
         entry: State | None = None,
+        heads: Heads | None = None,
+        into: State | None = None,
     ) -> State:
         """The states that enter every segment, [S, G, HV, *dims], from the ranks before.
 
         crossing: [P - 1], whether a document crosses the cut after each rank; same on all ranks.
         entry: [G, HV, *dims] states that enter where no rank is before; given on all ranks or on
             none. tag: compared with that of the ranks before, TagMismatch from `check`.
+        heads: (first, count) of those to exchange, None: all. into: the result of the exchanges of
+            other heads, which gets these too and is returned.
         """
-        return self._exchange([span], crossing, tag, entry, reverse=False)[0]
+        back = None if into is None else [into]
+        return self._exchange([span], crossing, tag, entry, False, heads, back)[0]
 
     def suffix(
         self,
@@ -197,13 +206,16 @@ class DeviceExchanger:
         crossing: Sequence[bool],
         tag: Tag | None = None,
         entry: State | None = None,
+        heads: Heads | None = None,
+        into: State | None = None,
     ) -> State:
         """The gradients that leave every segment's end, from the ranks after.
 
         As `prefix` in reversed order of ranks and segments; the caller transposes M. The result is
         in the span's own order.
         """
-        return self._exchange([span], crossing, tag, entry, reverse=True)[0]
+        back = None if into is None else [into]
+        return self._exchange([span], crossing, tag, entry, True, heads, back)[0]
 
     def prefix_all(
         self,
@@ -211,13 +223,15 @@ class DeviceExchanger:
         crossing: Sequence[bool],
         tag: Tag | None = None,
         entry: State | None = None,
+        heads: Heads | None = None,
+        into: list[State] | None = None,
     ) -> list[State]:
         """`prefix` of all virtual ranks of a LocalHeap in one launch.
 
         Spans have the same number of segments; where their tensors lie behind each other they are
         used in place, else copied together. entry: the same for every line of ranks.
         """
-        return self._exchange(spans, crossing, tag, entry, reverse=False)
+        return self._exchange(spans, crossing, tag, entry, False, heads, into)
 
     def suffix_all(
         self,
@@ -225,9 +239,11 @@ class DeviceExchanger:
         crossing: Sequence[bool],
         tag: Tag | None = None,
         entry: State | None = None,
+        heads: Heads | None = None,
+        into: list[State] | None = None,
     ) -> list[State]:
         """`suffix` of all virtual ranks of a LocalHeap in one launch."""
-        return self._exchange(spans, crossing, tag, entry, reverse=True)
+        return self._exchange(spans, crossing, tag, entry, True, heads, into)
 
     def check(self, together: bool = False) -> None:
         """Wait for this device's exchanges; raise on every rank what went wrong on one.
@@ -265,8 +281,12 @@ class DeviceExchanger:
         tag: Tag | None,
         entry: State | None,
         reverse: bool,
+        heads: Heads | None,
+        into: list[State] | None,
     ) -> list[State]:
         self._check_spans(spans, crossing)
+        width = spans[0].states[0].local.shape[2]
+        first, count = check_heads(heads, width)
         signature = signature_of(spans[0], entry is not None)
         check_entry(signature, spans[0], entry)
         for span in spans[1:]:
@@ -278,10 +298,14 @@ class DeviceExchanger:
         self._tags[reverse] = tag
         cuts, own = tuple(crossing), tuple(span.place() for span in spans)
         plan = workspace.plan((reverse, cuts, own), partial(self._places, cuts, own, reverse))
-        given = [_arguments(spans, i, entry) for i in range(len(signature.states))]
+        given = [
+            _arguments(spans, i, entry, (first, count), into) for i in range(len(signature.states))
+        ]
         chained = self.strategy == "chain" and any(form.dense for form in signature.states)
         composed = chained and spans[0].segments >= COMPOSE_FROM
-        workspace.launch(plan, given, reverse, composed, tag_bits(tag))
+        part = None if count == width else (first, count)
+        bits = tag_bits(tag, part)
+        workspace.launch(plan, given, reverse, composed, bits, (width, first, count))
         out = [arguments["entering"] for arguments in given]
         if len(spans) == 1:
             return [tuple(out)]
@@ -372,9 +396,12 @@ class DeviceExchanger:
         )
 
 
-def tag_bits(tag: Tag | None) -> int:
-    """31 bits of a tag, the same on all ranks; 0 without one."""
-    return 0 if tag is None else zlib.crc32(str(tag).encode()) & 0x7FFFFFFF
+def tag_bits(tag: Tag | None, heads: Heads | None = None) -> int:
+    """31 bits of a tag and of the heads that are exchanged, the same on all ranks; 0 without."""
+    if tag is None and heads is None:
+        return 0
+    text = str(tag) if heads is None else f"{tag}, heads {heads}"
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 def signature_of(span: Span, entry: bool) -> Signature:
@@ -406,6 +433,18 @@ def check_span(span: Span, device: torch.device) -> None:
         raise ShardingError("a span has no segments; an empty shard is one identity segment")
 
 
+def check_heads(heads: Heads | None, width: int) -> Heads:
+    """The heads to exchange of `width`; ShardingError if there are no such heads."""
+    if heads is None:
+        return 0, width
+    first, count = heads
+    if first < 0 or count < 1 or first + count > width:
+        raise ShardingError(
+            f"heads are {count} from {first} on, of {width}; expected (first, count) within them"
+        )
+    return first, count
+
+
 def check_entry(signature: Signature, span: Span, entry: State | None) -> None:
     """ShardingError unless the entry states fit the span's."""
     if entry is None:
@@ -418,22 +457,45 @@ def check_entry(signature: Signature, span: Span, entry: State | None) -> None:
         )
 
 
-def _arguments(spans: Sequence[Span], index: int, entry: State | None) -> dict[str, Tensor]:
+def _arguments(
+    spans: Sequence[Span],
+    index: int,
+    entry: State | None,
+    heads: Heads,
+    into: list[State] | None,
+) -> dict[str, Tensor]:
     """Tensors of one state by the kernel's names, stacked by rank; the result among them."""
     states = [span.states[index] for span in spans]
-    given = {"local": stacked([state.local for state in states])}
+    given = {"local": stacked([state.local for state in states], heads)}
     if states[0].decay is not None:
-        given["decay"] = stacked([_present(state.decay) for state in states])
+        given["decay"] = stacked([_present(state.decay) for state in states], heads)
     if states[0].matrix is not None:
-        given["matrix"] = stacked([_present(state.matrix) for state in states])
+        given["matrix"] = stacked([_present(state.matrix) for state in states], heads)
     if entry is not None:
         given["entry"] = stacked([entry[index].contiguous()] * len(spans))
-    given["entering"] = torch.empty_like(given["local"])
+    if into is None:
+        given["entering"] = torch.empty_like(given["local"])
+    else:
+        given["entering"] = _again([state[index] for state in into], given["local"])
     return given
 
 
-def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors behind each other in memory: in place if they lie so, else a copy."""
+def _again(found: list[Tensor], like: Tensor) -> Tensor:
+    """The memory of an earlier result, for the exchange of further heads."""
+    whole = stacked(found)
+    if whole.data_ptr() != found[0].data_ptr() or whole.shape != like.shape:
+        raise ShardingError(
+            f"into has tensors of shape {list(found[0].shape)}; expected what the exchange of the "
+            "heads before returned, as it was returned"
+        )
+    return whole
+
+
+def stacked(tensors: Sequence[Tensor], heads: Heads | None = None) -> Tensor:
+    """The tensors behind each other in memory: in place if they lie so, else a copy.
+
+    heads: those of dim 2 that matter; others are not copied.
+    """
     if len(tensors) == 1:
         return tensors[0]
     first, each = tensors[0], tensors[0].numel() * tensors[0].element_size()
@@ -444,7 +506,12 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     )
     if in_place:
         return first.as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack(list(tensors))
+    if heads is None or heads[1] == first.shape[2]:
+        return torch.stack(list(tensors))
+    whole = first.new_empty(len(tensors), *first.shape)
+    for target, source in zip(whole, tensors, strict=True):
+        target.narrow(2, *heads).copy_(source.narrow(2, *heads))
+    return whole
 
 
 def _present(tensor: Tensor | None) -> Tensor:

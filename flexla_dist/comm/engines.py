@@ -4,7 +4,10 @@ Contract: heap and workspaces are made together by all ranks, at the first excha
 one of new shapes; a later exchange allocates its result alone. On a GPU all exchanges of a group
 follow each other on one stream of their own, in the order of the calls, which is the same on every
 rank: so layers that run side by side share a workspace, and kernels that wait never fill the GPUs
-of two ranks in different orders. Results of a wait that expired are NaN until `check` raises.
+of two ranks in different orders. That stream goes first where kernels compete for the GPU: other
+ranks wait for what it sends. An exchange may come in parts, group of heads by group of heads, each
+of which starts after what the current stream has done by then and is waited for by itself. Results
+of a wait that expired are NaN until `check` raises.
 """
 
 from __future__ import annotations
@@ -29,32 +32,41 @@ from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 
 if TYPE_CHECKING:
-    from flexla_dist.comm.device_exchange import DeviceExchanger, Span
+    from flexla_dist.comm.device_exchange import DeviceExchanger, Heads, Span
 
 MOST_LOOKS = 2**31 - 1
+FIRST = -1  # priority of a stream whose kernels go before others
 
 
 @dataclass
 class Arriving:
     """A state on its way to this rank.
 
-    state: for streams that come after the exchange. wait: orders the current stream after it, None
-    where it is over.
+    state: for streams that come after the exchange. waits: for each group of heads, in order, what
+    orders the current stream after its exchange; empty where that is over. whole: the states that
+    enter every segment.
     """
 
     state: State
-    wait: Callable[[], None] | None = None
+    waits: list[Callable[[], None] | None] = field(default_factory=list)
+    whole: State = ()
 
     def take(self) -> State:
         """The state, for the current stream."""
         self.join()
         return self.state
 
+    def arrive(self, group: int) -> None:
+        """Let the current stream go on only after the exchange of a group of heads."""
+        if group < len(self.waits):
+            wait, self.waits[group] = self.waits[group], None
+            if wait is not None:
+                wait()
+
     def join(self) -> None:
         """Let the current stream go on only after the exchange."""
-        if self.wait is not None:
-            self.wait()
-            self.wait = None
+        for group in range(len(self.waits)):
+            self.arrive(group)
 
 
 @dataclass
@@ -81,7 +93,7 @@ class DeviceEngine:
 
     def __post_init__(self) -> None:
         if self.heap.device.type == "cuda":
-            self._side = torch.cuda.Stream(self.heap.device)
+            self._side = torch.cuda.Stream(self.heap.device, priority=FIRST)
             self._rescue = torch.cuda.Stream(self.heap.device)
             self._one = torch.ones(1, dtype=torch.int64, pin_memory=True)
 
@@ -112,16 +124,25 @@ class DeviceEngine:
         runs: Sequence[int],
         *,
         reverse: bool,
+        heads: Heads | None = None,
+        earlier: Arriving | None = None,
     ) -> Arriving:
         """Start a scan over the ranks; see `DeviceExchanger.prefix` and `suffix`.
 
-        runs: ranks of every node. The current stream is not kept waiting before `Arriving.take`.
+        runs: ranks of every node. heads: (first, count) of those to exchange, None: all. earlier:
+        what the exchange of the heads before gave; it is completed and returned. The current stream
+        is not kept waiting before `Arriving.take` or `arrive`.
         """
         self.lookout.raise_error()
         self._last_tag = tag
         exchanger = self._exchanger(strategy, tuple(runs))
         scan = partial(
-            exchanger.suffix if reverse else exchanger.prefix, span, tuple(crossing), tag
+            exchanger.suffix if reverse else exchanger.prefix,
+            span,
+            tuple(crossing),
+            tag,
+            heads=heads,
+            into=None if earlier is None else earlier.whole,
         )
         capturing = self.capturing()
         if capturing:
@@ -130,17 +151,21 @@ class DeviceEngine:
             self.unchecked = True
             self.lookout.start()
         if self._side is None:
-            arriving = Arriving(_first(scan(), reverse))
+            whole = scan()
             self.lookout.raise_error()
-            return arriving
-        return self._beside(scan, span, reverse)
+            return earlier or Arriving(_first(whole, reverse), whole=whole)
+        whole, wait = self._beside(scan, span)
+        arriving = earlier or Arriving(_first(whole, reverse), whole=whole)
+        arriving.waits.append(wait)
+        return arriving
 
-    def _beside(self, scan: Callable[[], State], span: Span, reverse: bool) -> Arriving:
-        """Run a scan on the engine's stream, after what the current stream has done so far."""
+    def _beside(self, scan: Callable[[], State], span: Span) -> tuple[State, Callable[[], None]]:
+        """Run a scan on the engine's stream, after what the current stream has done so far; its
+        result, and what waits for it."""
         main, side = torch.cuda.current_stream(self.heap.device), self._side
         side.wait_event(main.record_event())
         with torch.cuda.stream(side):
-            found = _first(scan(), reverse)
+            found = scan()
             done = side.record_event()
         for state in span.states:
             for tensor in (state.local, state.decay, state.matrix):
@@ -153,7 +178,7 @@ class DeviceEngine:
             for tensor in found:
                 tensor.record_stream(here)
 
-        return Arriving(found, wait)
+        return found, wait
 
     def check(self, *, always: bool = False) -> None:
         """Raise on every rank what went wrong in any exchange since the last check; collective.

@@ -130,7 +130,8 @@ def _kernel(signature: Signature, layout: Layout, dialect: Dialect) -> list[str]
     ]
     offsets = ["errors", "flags", "credits", "sent", "epochs"]
     offsets += [f"{name}_{i}" for i in states for name in ("slots", "staging")]
-    numbers = ["programs", "pitch", "lanes", "size", "limit", "tag", *offsets]
+    served = ["lanes", "heads", "first_head", "head_count"]
+    numbers = ["programs", "pitch", *served, "size", "limit", "tag", *offsets]
     jit = "triton_dist.jit" if dialect == "triton_dist" else "triton.jit"
     fields = [
         *("rank", "home", "position", "count", "reset", "live", "segments", "turn"),
@@ -150,6 +151,7 @@ def _kernel(signature: Signature, layout: Layout, dialect: Dialect) -> list[str]
         "):",
         "    program = tl.program_id(0).to(tl.int64)",
         "    lanes = program * 0 + lanes",
+        "    served = lanes // heads * head_count",
         "    row = plan + (program // programs) * pitch",
         *(f"    {name} = tl.load(row + {i})" for i, name in enumerate(fields)),
         f"    starts = row + {FIELDS}",
@@ -172,9 +174,11 @@ def _state_loop(signature: Signature, layout: Layout, i: int) -> list[str]:
     body = _dense(signature, t, i) if t.dense else _elementwise(signature, t, i)
     lines = [
         f"    # state {i}: {signature.states[i]}, {t.row_tiles} x {t.column_tiles} tiles a head",
-        f"    for number in range(program % programs, lanes * {t.tiles}, programs):",
-        "        panel = program * 0 + number",
-        f"        lane = panel // {t.tiles}",
+        f"    for number in range(program % programs, served * {t.tiles}, programs):",
+        "        item = program * 0 + number",
+        f"        lane = item // {t.tiles}",
+        "        lane = lane // head_count * heads + first_head + lane % head_count",
+        f"        panel = lane * {t.tiles} + item % {t.tiles}",
         f"        first_row = panel % {t.tiles} // {t.column_tiles} * {t.BR}",
         f"        first_column = panel % {t.column_tiles} * {t.BC}",
         f"        every = panel + lanes * {before}" if before else "        every = panel",

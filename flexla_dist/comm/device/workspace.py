@@ -111,13 +111,17 @@ class Workspace:
         reverse: bool,
         composed: bool,
         tag: int,
+        heads: tuple[int, int, int],
     ) -> None:
         """Start the kernel on the current stream.
 
         plan: see `plan`. tensors: for each state its arguments by name, stacked by rank where
-        several are played. tag: 31 bits that the ranks' exchanges must agree in.
+        several are played. tag: 31 bits that the ranks' exchanges must agree in. heads: how many a
+        group of lanes has, the first one to exchange, and how many.
         """
         layout = self.layouts[reverse]
+        served = self.signature.lanes // heads[0] * heads[2]
+        programs = min(self.programs, served * sum(t.tiles for t in layout.tilings))
         arguments: list[Tensor] = []
         for i, (t, given) in enumerate(zip(layout.tilings, tensors, strict=True)):
             named = {**given, "scratch": self.scratch[i]}
@@ -133,12 +137,13 @@ class Workspace:
                 options["launch_cooperative_grid"] = True
             if self.libraries:
                 options["extern_libs"] = self.libraries
-        self.kernel[(self.programs * len(plan),)](
+        self.kernel[(programs * len(plan),)](
             self.memory.bases,
             plan,
-            self.programs,
+            programs,
             plan.shape[1],
             self.signature.lanes,
+            *heads,
             layout.size,
             self.limit,
             tag,
@@ -167,7 +172,8 @@ class Workspace:
         for composed in (
             (False, True) if dense and self.layouts[0].strategy == "chain" else (False,)
         ):
-            self.launch(plan, tensors, False, composed, 0)
+            every = (self.signature.lanes, 0, self.signature.lanes)
+            self.launch(plan, tensors, False, composed, 0, every)
         _synchronise(device)
 
     def plan(self, key: Hashable, places: Callable[[], Sequence[Place]]) -> Tensor:
