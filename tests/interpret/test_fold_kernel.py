@@ -48,23 +48,25 @@ def test_states_entering_segments(
     map_rows, map_columns = (1, 1) if mapped is None else (*mapped, 1)[:2]
     block = 16
     blocks = -(-rows * columns // block)
-    fold_segments[(documents * blocks, HEADS)](
-        local,
-        local if decay is None else decay,
-        entry,
-        table(owners),
-        entering,
-        leave,
-        HV=HEADS,
-        ROWS=rows,
-        COLUMNS=columns,
-        MAP_ROWS=map_rows,
-        MAP_COLUMNS=map_columns,
-        DECAY=decay is not None,
-        REVERSE=reverse,
-        BLOCK=block,
-        num_blocks=blocks,
-    )
+    for first, count in ((0, 1), (1, HEADS - 1)):  # heads may be folded in parts
+        fold_segments[(documents * blocks, count)](
+            local,
+            local if decay is None else decay,
+            entry,
+            table(owners),
+            entering,
+            leave,
+            first,
+            HV=HEADS,
+            ROWS=rows,
+            COLUMNS=columns,
+            MAP_ROWS=map_rows,
+            MAP_COLUMNS=map_columns,
+            DECAY=decay is not None,
+            REVERSE=reverse,
+            BLOCK=block,
+            num_blocks=blocks,
+        )
     want = (fold_reverse if reverse else fold)(local, decay, None, entry, segments)
     torch.testing.assert_close(entering, want)
     last = [segments.documents.index(d) for d in range(documents)]

@@ -43,6 +43,22 @@ def folded(
     return (fold_reverse if reverse else fold)(local, None, matrix, entry, segments)
 
 
+def fold_heads(
+    local: Tensor,
+    entry: Tensor,
+    matrix: Tensor,
+    entering: Tensor,
+    *,
+    reverse: bool,
+    segments: Segments,
+    heads: tuple[int, int],
+) -> None:
+    """`folded` for heads (first, count) alone, into those of `entering`."""
+    own, start, mapped = (x.narrow(1, *heads) for x in (local, entry, matrix))
+    found = folded(own, start, mapped, reverse=reverse, segments=segments)
+    entering.narrow(1, *heads).copy_(found)
+
+
 def exit_rows(leave: Tensor, rows: list[int]) -> Tensor:
     """The states that leave the documents, of those that leave the segments."""
     return leave[select_rows(rows, leave.device)].clone()

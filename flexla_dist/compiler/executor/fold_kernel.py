@@ -47,7 +47,7 @@ def segment_products(
     tl.store(products_ptr + (segment * HV + head) * SIZE + at, product, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head"])
 def fold_segments(
     local_ptr,  # [segments, HV, ROWS, COLUMNS]: what segments leave behind from zero
     products_ptr,  # [segments, HV, MAP_ROWS, MAP_COLUMNS]: M of each; not read without DECAY
@@ -55,6 +55,7 @@ def fold_segments(
     owners_ptr,  # [documents + 1]: first segment of each
     entering_ptr,  # [segments, HV, ROWS, COLUMNS]
     leave_ptr,  # [documents, HV, ROWS, COLUMNS]
+    first_head,
     HV: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -67,7 +68,7 @@ def fold_segments(
 ):
     """One program folds BLOCK numbers of the state of one document and head: S' = M S + local."""
     document = (tl.program_id(0) // num_blocks).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64) + first_head
     at = (tl.program_id(0) % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     size: tl.constexpr = ROWS * COLUMNS
     inside = at < size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flexla_dist.compiler.executor.element import SpanMap, StateMap
 
@@ -20,6 +20,14 @@ class OpenedTorch:
     def summary(self, sequence: int) -> SpanMap:
         """M and S_hat of one document."""
         return self._summarise(sequence)
+
+    def summarise(self, group: int) -> None:
+        """Nothing: a summary is of all heads."""
+
+    def expect(self, arrivals: Sequence[Callable[[], None]]) -> None:
+        """Everything must be there before the call goes on."""
+        for arrive in arrivals:
+            arrive()
 
     def proceed(self) -> None:
         """Nothing."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor
 
 States = tuple[Tensor, ...]
+Heads = tuple[int, int]  # the first one of a group of heads, and how many
 TABLES = ("chunk_start", "chunk_length", "document_chunk", "document_start")
 
 
@@ -74,10 +75,13 @@ class LaunchPlanner:
         direction: str,
         arguments: Arguments,
         shrink: int = 0,
-        pauses: bool = False,
+        pauses: tuple[Heads, ...] = (),
     ):
+        """pauses: the groups of heads between which a plan pauses; none if it does not."""
         self.executor, self.problem, self.direction = executor, problem, direction
-        self.shrink, self.pauses = shrink, pauses
+        self.shrink, self.pauses = shrink, bool(pauses)
+        self.every: Heads = (0, problem.heads)
+        self.groups = pauses or (self.every,)
         self.forward = direction == "forward"
         self.schedule = executor.forward_schedule if self.forward else executor.backward_schedule
         self.gates = executor.gates(direction)
@@ -89,7 +93,7 @@ class LaunchPlanner:
         self.num_chunks = self.lanes * self.chunks_per_lane
         self.uneven = self._uneven_dims()
         self.segments = self._choose_segments()
-        self.rooms = Rooms(pauses)
+        self.rooms = Rooms(self.pauses)
         self.memory: dict[str, Room] = {}
         self.entering = Entering()
         self.results: dict[str, Room] = {}
@@ -107,7 +111,7 @@ class LaunchPlanner:
     def _choose_segments(self) -> Segments | None:
         """Segments of the scans; None where documents alone fill the device. A plan that pauses has
         them always, whole documents if need be: they are what ranks exchange."""
-        cutting = self.executor.cutting(self.problem)
+        cutting = self.executor.cutting(self.problem, len(self.groups))
         layout = self.problem.layout
         if cutting is None:
             return cut(layout, max(len(layout.chunks), 1)) if self.pauses else None
@@ -170,9 +174,10 @@ class LaunchPlanner:
         override: Mapping[str, Room] | None = None,
         keep: bool = True,
         columns: int | None = None,
+        heads: Heads | None = None,
     ) -> None:
         """Add one kernel; `override` replaces memory, `columns` the size of the last dim of what
-        the kernel carries."""
+        the kernel carries; `heads`: of a loop, those that it is for."""
         kernel, emitted = built.kernel, built.emitted
         how = self._configured(built, keep, columns)
         if kernel.kind != "map":
@@ -182,8 +187,11 @@ class LaunchPlanner:
         units = self.num_chunks
         if kernel.kind in LOOPS:
             units = self.segments.count if self.segments else self.problem.num_sequences
-        grid = (units * how.tiles * how.rows, self.problem.heads)
-        numbers = tuple(self.number(name) for name in emitted.numbers)
+        first, count = heads or self.every
+        grid = (units * how.tiles * how.rows, count)
+        numbers = tuple(
+            first if name == "first_head" else self.number(name) for name in emitted.numbers
+        )
         self._add_launch(built.function, grid, rooms, numbers, how.constants, how.options)
 
     def _configured(self, built: Built, keep: bool, columns: int | None) -> Configured:
@@ -331,9 +339,12 @@ class LaunchPlanner:
         programs: int,
         rooms: tuple[Room, ...],
         constants: dict[str, Any],
+        heads: Heads | None = None,
     ) -> None:
-        """Add a kernel of `fold_kernel` for the state of the argument `subject`."""
+        """Add a kernel of `fold_kernel` for the state of the argument `subject`; `heads`: those
+        that it is for, if it takes a range of them."""
         function = self.executor.helper(self.direction, name, subject)
-        grid = (programs, self.problem.heads)
+        numbers = () if heads is None else heads[:1]
+        grid = (programs, self.problem.heads if heads is None else heads[1])
         options = {"num_warps": 4, "num_stages": 1}
-        self._add_launch(function, grid, rooms, (), constants, options)
+        self._add_launch(function, grid, rooms, numbers, constants, options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from torch import Tensor
 from flexla_dist.compiler.executor import between
 from flexla_dist.compiler.executor import fold_kernel as hand
 from flexla_dist.compiler.executor import triton_run as running
-from flexla_dist.compiler.executor.planned_launches import LaunchPlanner
+from flexla_dist.compiler.executor.planned_launches import Heads, LaunchPlanner
 from flexla_dist.compiler.executor.rooms import Event, Room, place_of
 from flexla_dist.compiler.executor.triton_run import Plan, Step
 from flexla_dist.compiler.kernels import buffer_name
@@ -34,11 +35,13 @@ class Planner(LaunchPlanner):
 
     coming: list[Built]
     locals: dict[str, Room] | None = None  # S_hat of the segments, between summary and fold
+    maps: list[Callable[[Heads], None]]  # scans of M that run group by group, before the summary
 
     # -- the plan -----------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Every kernel in order, then the results."""
+        self.maps = []
         if self.forward:
             problem = self.problem
             output = Room(problem.output_shape(), problem.output_dtype, kept=True)
@@ -143,8 +146,12 @@ class Planner(LaunchPlanner):
             f"leave_{key}_ptr": found,
             f"{key}_ptr": found,
         }
-        self.launch(built, override, keep=False, columns=rows)
         self.entering.maps[key.removeprefix("state_")] = found
+        launch = partial(self.launch, built, override, False, rows)
+        if len(self.groups) > 1:
+            self.maps.append(launch)
+        else:
+            launch(self.every)
 
     def _loop(self, built: Built, kind: str) -> None:
         """A scan over all chunks, whole or in segments."""
@@ -153,13 +160,20 @@ class Planner(LaunchPlanner):
             return
         keys = [node.meta["key"] for node in built.kernel.carried]
         known = kind == "state" and bool(self.entering.states)
-        entering = self.entering.states if known else self._fold_segments(built, kind, keys)
+        entering = dict(self.entering.states) if known else {}
+        local = {} if known else self._summarised(built, kind, keys)
+        leave = {key: self._segment_states(key) for key in keys}
+        for number, heads in enumerate(self._groups_of(kind)):
+            if self._pauses_at(kind):
+                self._pause("entry", (), number)
+            for key, room in local.items():
+                name = key.removeprefix(f"{kind}_")
+                entering[name] = self._fold(key, kind, room, heads, entering.get(name))
+            override = {f"enter_{key}_ptr": entering[key.removeprefix(f"{kind}_")] for key in keys}
+            override |= {f"leave_{key}_ptr": leave[key] for key in keys}
+            self.launch(built, override, heads=heads)
         if kind == "state":
             self.entering.states = entering
-        leave = {key: self._segment_states(key) for key in keys}
-        override = {f"enter_{key}_ptr": entering[key.removeprefix(f"{kind}_")] for key in keys}
-        override |= {f"leave_{key}_ptr": leave[key] for key in keys}
-        self.launch(built, override)
         for key in keys:
             dense = self.executor.graphs.transitions[key.removeprefix(f"{kind}_")].has_matrix
             if dense and not (known and not self.forward):
@@ -176,41 +190,45 @@ class Planner(LaunchPlanner):
         like = self.memory[f"enter_{key}_ptr"]
         return Room((self.segments.count, *like.shape[1:]), like.dtype)
 
-    def _fold_segments(self, built: Built, kind: str, keys: list[str]) -> dict[str, Room]:
-        """States entering the segments."""
-        if self.locals is None:
-            self.locals = self._first_pass(built, kind, keys)
+    def _summarised(self, built: Built, kind: str, keys: list[str]) -> dict[str, Room]:
+        """S_hat (or G_hat) of the segments: of a summary that ran already, or by a first pass."""
+        found, self.locals = self.locals, None
+        if found is None:
+            found = self._first_pass(built, kind, keys)
             if self._pauses_at(kind):
                 self._run_ahead(built)
-        if self._pauses_at(kind):
-            self._pause("entry", ())
-        found = {
-            key.removeprefix(f"{kind}_"): self._fold(key, kind, self.locals[key]) for key in keys
-        }
-        self.locals = None
         return found
 
+    def _groups_of(self, kind: str) -> tuple[Heads, ...]:
+        """The groups of heads of a loop: all at once where it does not pause."""
+        return self.groups if self._pauses_at(kind) else (self.every,)
+
     def _first_pass(self, built: Built, kind: str, keys: list[str]) -> dict[str, Room]:
-        """S_hat (or G_hat) of the segments: the scan from zero."""
+        """S_hat (or G_hat) of the segments: the scan from zero; before it M of the same heads."""
         found = {key: self._segment_states(key) for key in keys}
         override: dict[str, Room] = {}
         for key, local in found.items():
             override[f"enter_{key}_ptr"] = self.rooms.zeros(local.shape)
             override[f"leave_{key}_ptr"] = override[f"{key}_ptr"] = local
-        self.launch(built, override, keep=False)
+        told: list[Room] = []
         if self._pauses_at(kind):
-            names = self.executor.state_names
-            told = [found[f"{kind}_{name}"] for name in names]
+            told = [found[f"{kind}_{name}"] for name in self.executor.state_names]
             told += [self.entering.maps[name] for name in self.executor.mapped_states]
-            self._pause("summary", tuple(told))
+        for number, heads in enumerate(self._groups_of(kind)):
+            for launch in self.maps:
+                launch(heads)
+            self.launch(built, override, keep=False, heads=heads)
+            if told:
+                self._pause("summary", tuple(told), number)
+        self.maps = []
         return found
 
     def _pauses_at(self, kind: str) -> bool:
         return self.pauses and kind == ("state" if self.forward else "grad_next")
 
-    def _pause(self, at: str, rooms: tuple[Room, ...]) -> None:
+    def _pause(self, at: str, rooms: tuple[Room, ...], group: int) -> None:
         def make() -> Step:
-            return running.Pause(at, tuple(place_of(room) for room in rooms))
+            return running.Pause(at, tuple(place_of(room) for room in rooms), group)
 
         self.rooms.events.append(Event(rooms, make))
 
@@ -226,16 +244,23 @@ class Planner(LaunchPlanner):
                 later.append(built)
         self.coming = later
 
-    def _fold(self, key: str, kind: str, local: Room) -> Room:
-        """States entering the segments; where M is elementwise also those leaving documents."""
+    def _fold(self, key: str, kind: str, local: Room, heads: Heads, entering: Room | None) -> Room:
+        """States entering the segments; where M is elementwise also those leaving documents.
+
+        entering: memory of the result that has other heads already.
+        """
         assert self.segments is not None
         name, entry = key.removeprefix(f"{kind}_"), self.memory[f"enter_{key}_ptr"]
         found = self.entering.maps.get(name)
         if self.executor.graphs.transitions[name].has_matrix:
             assert found is not None
             reverse = kind != "state"
-            function = partial(between.folded, reverse=reverse, segments=self.segments)
-            return self.rooms.compute(function, local, entry, found, like=local)
+            if heads == self.every:
+                function = partial(between.folded, reverse=reverse, segments=self.segments)
+                return self.rooms.compute(function, local, entry, found, like=local)
+            entering = entering or Room(local.shape, torch.float32)
+            self._fold_heads((local, entry, found, entering), reverse, heads)
+            return entering
         sizes = (*local.shape[2:], 1, 1)
         mapped = (1, 1) if found is None else (*found.shape[2:], 1, 1)
         size = math.prod(local.shape[2:])
@@ -251,11 +276,22 @@ class Planner(LaunchPlanner):
             "BLOCK": hand.FOLD_BLOCK,
             "num_blocks": blocks,
         }
-        entering = Room(local.shape, torch.float32)
+        entering = entering or Room(local.shape, torch.float32)
         leave = self.memory[f"leave_{key}_ptr"]
         rooms = (local, found or local, entry, self._owners(), entering, leave)
-        self._add_helper("fold_segments", key, entry.shape[0] * blocks, rooms, constants)
+        programs = entry.shape[0] * blocks
+        self._add_helper("fold_segments", key, programs, rooms, constants, heads)
         return entering
+
+    def _fold_heads(self, rooms: tuple[Room, ...], reverse: bool, heads: Heads) -> None:
+        """States entering the segments by PyTorch operations; rooms as `between` takes them."""
+        assert self.segments is not None
+        function = partial(between.fold_heads, reverse=reverse, segments=self.segments, heads=heads)
+
+        def make() -> Step:
+            return running.Change(function, tuple(place_of(room) for room in rooms))
+
+        self.rooms.events.append(Event(rooms, make))
 
     def _owners(self) -> Room:
         """First segment of each document."""

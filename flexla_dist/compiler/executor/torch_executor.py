@@ -61,6 +61,10 @@ class TorchExecutor:
             scatter(problem.layout, slab, result, output)
         return ForwardResult(output, tuple(leave), _stack(starts))
 
+    def head_groups(self, outline: Outline, tokens: int) -> tuple[tuple[int, int], ...]:
+        """One group of heads: they are computed together."""
+        return ((0, outline.heads),)
+
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
         """Shapes that hold what `forward` saves: the states entering each slab."""
         chunks = outline.most_chunks
@@ -73,12 +77,19 @@ class TorchExecutor:
             for name in outline.state_names
         )
 
-    def open_forward(self, problem: Problem, entry: States) -> OpenedTorch:
-        """A forward call; `entry` gives shapes alone."""
+    def open_forward(
+        self, problem: Problem, entry: States, groups: tuple[tuple[int, int], ...] = ()
+    ) -> OpenedTorch:
+        """A forward call; `entry` gives shapes alone. Groups of heads are computed together."""
         return OpenedTorch(lambda sequence: self.summary(problem, sequence))
 
     def open_backward(
-        self, problem: Problem, saved: States, entry: States, grad_output: Tensor
+        self,
+        problem: Problem,
+        saved: States,
+        entry: States,
+        grad_output: Tensor,
+        groups: tuple[tuple[int, int], ...] = (),
     ) -> OpenedTorch:
         """A backward call."""
         return OpenedTorch(

@@ -26,11 +26,11 @@ from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.compiler.executor.opened import OpenedTriton
-from flexla_dist.compiler.executor.planned_launches import Arguments, Configured
+from flexla_dist.compiler.executor.planned_launches import Arguments, Configured, Heads
 from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
-from flexla_dist.compiler.executor.segments import Cutting
+from flexla_dist.compiler.executor.segments import MIN_CHUNKS, Cutting
 from flexla_dist.compiler.executor.straight import PATIENCE, Straight, straight
 from flexla_dist.compiler.executor.triton_run import Plan, Run, run
 from flexla_dist.compiler.kernels import Kernel, Schedule, buffer_name
@@ -172,22 +172,37 @@ class TritonExecutor:
         rest = zip(problem.params, found[states + inputs :], strict=True)
         return Gradients(dict(named), dict(rest), tuple(found[:states]))
 
-    def open_forward(self, problem: Problem, entry: States) -> OpenedTriton:
-        """A forward call up to what its segments do; `entry` gives shapes alone."""
-        return self._open(problem, "forward", Arguments(entry))
+    def open_forward(
+        self, problem: Problem, entry: States, groups: tuple[Heads, ...] = ()
+    ) -> OpenedTriton:
+        """A forward call up to what its segments do; `entry` gives shapes alone.
+
+        groups: (first, count) of heads whose states travel together, in order; () takes all.
+        """
+        return self._open(problem, "forward", Arguments(entry), groups)
 
     def open_backward(
-        self, problem: Problem, saved: States, entry: States, grad_output: Tensor
+        self,
+        problem: Problem,
+        saved: States,
+        entry: States,
+        grad_output: Tensor,
+        groups: tuple[Heads, ...] = (),
     ) -> OpenedTriton:
         """A backward call up to what its segments do to the gradient of the state.
 
-        saved: of a forward call that was opened; of another one it is computed again.
+        saved: of a forward call that was opened with the same groups; of one that was not opened
+            it is computed again.
         """
         if len(saved) <= len(self.kept):
-            saved = self.forward(problem, entry, self.open_forward(problem, entry)).saved
-        return self._open(problem, "backward", Arguments(entry, (grad_output,), entry, saved))
+            opened = self.open_forward(problem, entry, groups)
+            saved = self.forward(problem, entry, opened).saved
+        arguments = Arguments(entry, (grad_output,), entry, saved)
+        return self._open(problem, "backward", arguments, groups)
 
-    def _open(self, problem: Problem, direction: str, arguments: Arguments) -> OpenedTriton:
+    def _open(
+        self, problem: Problem, direction: str, arguments: Arguments, groups: tuple[Heads, ...]
+    ) -> OpenedTriton:
         if not problem.layout.chunks or problem.batch == 0:
             raise ExecutorError(
                 f"{self.spec.name}: B is {problem.batch} and T is {problem.tokens}; a call that "
@@ -204,12 +219,13 @@ class TritonExecutor:
         first = len(problem.inputs) + len(problem.params)
         first += len(arguments.entry) + 1 if adjoint else 0
         lanes = 1 if problem.layout.packed else problem.batch
+        pauses = groups or ((0, problem.heads),)
 
         def once(shrink: int) -> OpenedTriton:
-            plan = self._planned(problem, direction, arguments, shrink, pauses=True)
+            plan = self._planned(problem, direction, arguments, shrink, pauses)
             run = Run(plan, self._given(problem, arguments), problem.scalars, problem.device)
             assert plan.segments is not None
-            return OpenedTriton(run, plan.segments, kinds, first, lanes, adjoint)
+            return OpenedTriton(run, plan.segments, kinds, first, lanes, adjoint, pauses)
 
         return self._fitting(problem, direction, once)
 
@@ -228,7 +244,10 @@ class TritonExecutor:
                 begun.append(True)
                 plan, slots = opened.run.plan, opened.finish(entering)
             else:  # or once more, with smaller tiles
-                plan = self._planned(problem, direction, arguments, shrink, opened is not None)
+                if opened is not None:
+                    opened.arrive()
+                pauses = () if opened is None else opened.groups
+                plan = self._planned(problem, direction, arguments, shrink, pauses)
                 given = self._given(problem, arguments)
                 code = None if opened is not None else self._code(plan, problem.device)
                 found = None if code is None else code(given, problem.scalars)
@@ -251,7 +270,7 @@ class TritonExecutor:
         direction: str,
         arguments: Arguments,
         shrink: int,
-        pauses: bool = False,
+        pauses: tuple[Heads, ...] = (),
     ) -> Plan:
         """The plan of a call: made once for equal shapes, dtypes and documents."""
         kinds = [x.dtype for x in arguments.tensors]
@@ -269,7 +288,7 @@ class TritonExecutor:
         problem: Problem,
         direction: str,
         shrink: int,
-        pauses: bool,
+        pauses: tuple[Heads, ...],
         kinds: Sequence[torch.dtype],
     ) -> tuple[Any, ...]:
         return (problem.family, direction, shrink, *self.choice, pauses, *kinds)
@@ -289,7 +308,7 @@ class TritonExecutor:
         shrink = self._shrink.get((direction, problem.family.sizes))
         if shrink is None:
             return None
-        plan = self._plans.get(self._plan_key(problem, direction, shrink, False, kinds))
+        plan = self._plans.get(self._plan_key(problem, direction, shrink, (), kinds))
         return None if plan is None else self._code(plan, problem.device)
 
     @staticmethod
@@ -319,23 +338,52 @@ class TritonExecutor:
         """Dtype in which a value of the forward graph is kept for backward."""
         return launching.value_dtype(buffer_name(node), node, self.gates("forward"), dtype)
 
-    def cutting(self, outline: Outline) -> Cutting | None:
+    def cutting(self, outline: Outline, groups: int = 1) -> Cutting | None:
         """How scans are cut into segments; None if they stay whole.
 
         The same forward and backward and for column tiles of any size: both must cut alike.
+        groups: of heads that run one after the other, which then are to fill the device by
+        themselves.
         """
         if self.segment_chunks is not None:
             return Cutting(self.segment_chunks)
+        if interpreting():
+            return None
+        programs = outline.heads * self.scan_tiles(outline)
+        if programs == 0:
+            return None
+        wanted = PROGRAMS_PER_PROCESSOR[self.plan] * launching.processors(outline.device)
+        segments = wanted * groups // programs
+        if groups > 1:  # they have segments anyway
+            return Cutting(None, max(1, segments))
+        return Cutting(None, segments) if segments >= LEAST_SEGMENTS else None
+
+    def scan_tiles(self, outline: Outline) -> int:
+        """Programs of the scan for one head of one segment; 0 where nothing is scanned."""
         schedule = self.forward_schedule
         scan = next((kernel for kernel in schedule.kernels if kernel.kind == "scan"), None)
-        if interpreting() or scan is None:
-            return None
+        if scan is None:
+            return 0
         launch = launching.configuration(outline, schedule, scan, shrink=0)
         tiles = launching.column_tiles(outline, schedule, scan, launch)
-        programs = outline.heads * tiles * launching.row_tiles(outline, scan)
-        wanted = PROGRAMS_PER_PROCESSOR[self.plan] * launching.processors(outline.device)
-        segments = wanted // programs
-        return Cutting(None, segments) if segments >= LEAST_SEGMENTS else None
+        return tiles * launching.row_tiles(outline, scan)
+
+    def head_groups(self, outline: Outline, tokens: int) -> tuple[Heads, ...]:
+        """The groups of heads in which states travel, so that the exchange of one runs beside the
+        kernels of another: two, or one where half of the heads would not fill the device.
+
+        tokens: of a shard, as all ranks see it; nothing else here may differ between them.
+        """
+        heads = outline.heads
+        whole = ((0, heads),)
+        if heads % 2 or interpreting():
+            return whole
+        lanes = 1 if outline.packed else outline.batch
+        segments = lanes * max(1, tokens // outline.longest_chunk // MIN_CHUNKS)
+        programs = heads // 2 * self.scan_tiles(outline) * segments
+        if programs < launching.processors(outline.device):
+            return whole
+        return (0, heads // 2), (heads // 2, heads // 2)
 
     def _map_shape(self, outline: Outline, name: str, rows: int) -> tuple[int, ...]:
         dims = self.spec.state_dims[name]

@@ -124,12 +124,25 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """PyTorch operations that write into tensors that are there."""
+
+    function: Callable[..., None]
+    places: tuple[Place, ...]
+
+    def __call__(self, frame: Frame) -> None:
+        self.function(*[frame.tensor(place) for place in self.places])
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
-    """Where a run may stop: at "summary" what the segments do is known, at "entry" the rest needs
-    the states (or gradients) that enter. `places` are S_hat, then M, of every state that has it."""
+    """Where a run may stop: at "summary" what the segments do to a group of heads is known, at
+    "entry" the rest needs the states (or gradients) of those heads that enter. `places` are S_hat,
+    then M, of every state that has it; of all heads, those of later groups are still to come."""
 
     at: str
     places: tuple[Place, ...] = ()
+    group: int = 0
 
     def __call__(self, frame: Frame) -> None:
         pass
@@ -240,20 +253,20 @@ class Run:
             x = x[:rows]
         self.frame.put(slot, x if x.is_contiguous() else x.contiguous())
 
-    def proceed(self, until: str = "") -> Pause | None:
-        """Run to the pause of that name, which is returned, or to the end."""
+    def proceed(self, until: str = "", group: int = 0) -> Pause | None:
+        """Run to the pause of that name and group, which is returned, or to the end."""
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self._proceed(until)
-        return self._proceed(until)
+                return self._proceed(until, group)
+        return self._proceed(until, group)
 
-    def _proceed(self, until: str) -> Pause | None:
+    def _proceed(self, until: str, group: int) -> Pause | None:
         frame, steps = self.frame, self.plan.steps
         frame.stream = current_stream(self.device)
         while self.at < len(steps):
             step = steps[self.at]
             self.at += 1
             step(frame)
-            if until and type(step) is Pause and step.at == until:
+            if until and type(step) is Pause and (step.at, step.group) == (until, group):
                 return step
         return None
