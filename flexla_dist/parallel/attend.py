@@ -9,7 +9,7 @@ receives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flexla_dist.comm.engines import Arriving
 from flexla_dist.errors import DoubleBackwardError
 from flexla_dist.ops.op import Plan
+from flexla_dist.parallel.engine import Groups
 from flexla_dist.parallel.local_call import LocalCall, LocalForward, States
 
 
@@ -38,11 +39,14 @@ class ShardedAttend(torch.autograd.Function):
             problem = call.bind(inputs, params)
             blank, batch = call.blank_states(problem), problem.batch
             call.check_initial(initial, blank, batch)
-            opened = call.executor.open_forward(problem, blank) if call.touches_cuts else None
-            arriving = _entering(call, problem, params, initial, blank, opened)
+            groups, opened = call.groups(problem), None
+            if call.touches_cuts:
+                opened = call.executor.open_forward(problem, blank, groups)
+            arriving = _entering(call, problem, params, initial, blank, opened, groups)
             if opened is not None:
                 opened.proceed()
-            entry = call.entry(blank, arriving.take() if call.plan.receives else (), initial)
+            entry, arrivals = call.entry(blank, arriving, initial, groups)
+            expect(opened, arrivals)
             if call.plan.tokens:
                 result = call.executor.forward(problem, entry, opened=opened)
                 output, exits, kept = result.output, result.exit, result.saved
@@ -88,6 +92,15 @@ def full_precision(tensors: Sequence[Tensor]) -> torch.autocast:
     return torch.autocast(tensors[0].device.type, enabled=False)
 
 
+def expect(opened: Any, arrivals: Sequence[Callable[[], None]]) -> None:
+    """What enters comes by `arrivals`: just before a call that was opened reads it, or now."""
+    if opened is not None:
+        opened.expect(arrivals)
+        return
+    for arrive in arrivals:
+        arrive()
+
+
 def _guard(call: LocalCall, what: str) -> AbstractContextManager[None]:
     return nullcontext() if call.exchanger is None else call.exchanger.guard(what)
 
@@ -99,6 +112,7 @@ def _entering(
     initial: States,
     blank: States,
     opened: Any,
+    groups: Groups,
 ) -> Arriving:
     """The state that enters the first local document: on its way, or from the record."""
     if call.carrier is None:
@@ -109,7 +123,7 @@ def _entering(
     with _disable_current_modes():
         leaving = call.leaving(problem, params, initial, opened)
         arriving = call.carrier.begin(
-            leaving, call.plan.crossing, call.tag, template, reverse=False
+            leaving, call.plan.crossing, call.tag, template, groups, reverse=False
         )
     call.record.states[call.index] = arriving.state
     return arriving
@@ -137,20 +151,22 @@ def _backward(
     problem = call.bind(inputs, params)
     grad_exit = call.grad_exit(ran.entry, grad_finals)
     wanted = ctx.needs_input_grad[2:]
-    opened = None
+    groups, opened = call.groups(problem), None
     if call.touches_cuts and (any(wanted) or call.plan.receives):
-        opened = call.executor.open_backward(problem, ran.saved, ran.entry, grad_output)
+        opened = call.executor.open_backward(problem, ran.saved, ran.entry, grad_output, groups)
     arriving = Arriving(())
     if call.carrier is not None:
         returning = call.returning(problem, params, grad_exit, opened)
         template = tuple(t[call.rows.first] for t in grad_exit[: len(call.op.spec.state_dims)])
-        arriving = call.carrier.begin(returning, call.plan.crossing, tag, template, reverse=True)
+        arriving = call.carrier.begin(
+            returning, call.plan.crossing, tag, template, groups, reverse=True
+        )
     grads: list[Tensor | None] = [None] * len(wanted)
     if any(wanted) and opened is not None:
         opened.proceed()
     if call.carrier is not None and call.plan.sends:
-        for grad, received in zip(grad_exit, arriving.take(), strict=False):
-            grad[call.rows.last] = received
+        into = tuple(grad[call.rows.last] for grad in grad_exit)
+        expect(opened, call.arrivals(arriving, groups, into))
     if any(wanted):
         if call.plan.tokens:
             found = _gradients(ctx, call, problem, ran, grad_output, grad_exit, opened)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,10 +25,16 @@ from flexla_dist.comm.open_engine import EngineRefused
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.outgoing import Outgoing
+from flexla_dist.parallel.plan import SequencePlan
 from flexla_dist.parallel.runtime import GroupRuntime
 from flexla_dist.shapes import nearest
 
+if TYPE_CHECKING:
+    from flexla_dist.comm.device_exchange import Span
+
 BACKENDS = ("auto", "host", "device")
+Groups = tuple[tuple[int, int], ...]  # the first head of each group, and how many it has
+HeadGroups = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,17 @@ class Carrier(Protocol):
 
     plan: ExchangePlan | None
 
+    def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
+        """The groups of heads in which the states of such a call travel."""
+
     def begin(
-        self, leaving: Outgoing, crossing: Sequence[bool], tag: Tag, template: State, reverse: bool
+        self,
+        leaving: Outgoing,
+        crossing: Sequence[bool],
+        tag: Tag,
+        template: State,
+        groups: Groups,
+        reverse: bool,
     ) -> Arriving:
         """Start a scan; see `StateExchanger.prefix`, and `suffix` for the reversed one."""
 
@@ -76,8 +92,18 @@ class HostCarrier:
     reason: str
     plan: ExchangePlan | None = None
 
+    def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
+        """All heads at once."""
+        return ((0, problem.heads),)
+
     def begin(
-        self, leaving: Outgoing, crossing: Sequence[bool], tag: Tag, template: State, reverse: bool
+        self,
+        leaving: Outgoing,
+        crossing: Sequence[bool],
+        tag: Tag,
+        template: State,
+        groups: Groups,
+        reverse: bool,
     ) -> Arriving:
         """See `Carrier`."""
         scan = self.exchanger.suffix if reverse else self.exchanger.prefix
@@ -107,22 +133,52 @@ class DeviceCarrier:
     exchanger: StateExchanger
     strategy: str
     reason: str
+    wanted: HeadGroups = None
     plan: ExchangePlan | None = None
     _choice: Choice | None = None
 
+    def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
+        """Those that are asked for, or those that the executor takes for shards of mean length."""
+        if self.wanted is not None:
+            return cut_heads(self.wanted, problem.heads)
+        found: Groups = executor.head_groups(problem, plan.offsets[-1] // plan.size)
+        return found
+
     def begin(
-        self, leaving: Outgoing, crossing: Sequence[bool], tag: Tag, template: State, reverse: bool
+        self,
+        leaving: Outgoing,
+        crossing: Sequence[bool],
+        tag: Tag,
+        template: State,
+        groups: Groups,
+        reverse: bool,
     ) -> Arriving:
-        """See `Carrier`."""
-        span = leaving.span()
+        """See `Carrier`: the exchange of a group of heads starts as soon as these are summed up."""
+        arriving: Arriving | None = None
+        for number, heads in enumerate(groups):
+            leaving.summarise(number)
+            span = leaving.span()
+            choice = self._chosen(span, template)
+            survey = self.exchanger.heap_survey(self.engine.heap.device, self.engine.heap.name)
+            arriving = self.engine.begin(
+                span,
+                crossing,
+                tag,
+                choice.strategy,
+                survey.topology.runs,
+                reverse=reverse,
+                heads=heads,
+                earlier=arriving,
+            )
+        assert arriving is not None
+        return arriving
+
+    def _chosen(self, span: Span, template: State) -> Choice:
         choice = self.engine.choice(self.exchanger, span, template, self.strategy)
         if choice is not self._choice:
             self._choice = choice
             self.plan = _plan_of(choice, DEVICE, self.engine.heap.name, self.reason)
-        survey = self.exchanger.heap_survey(self.engine.heap.device, self.engine.heap.name)
-        return self.engine.begin(
-            span, crossing, tag, choice.strategy, survey.topology.runs, reverse=reverse
-        )
+        return choice
 
     def check_after_backward(self) -> None:
         """See `Carrier`."""
@@ -148,16 +204,45 @@ def check_backend(backend: str) -> None:
         )
 
 
+def check_groups(groups: HeadGroups) -> None:
+    """ShardingError for what cannot be groups of heads."""
+    counts = (groups,) if isinstance(groups, int) else groups or (1,)
+    if not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise ShardingError(
+            f"groups is {groups!r}; expected None, how many groups of heads there are, or a tuple "
+            "of the heads in each"
+        )
+
+
+def cut_heads(groups: int | tuple[int, ...], heads: int) -> Groups:
+    """(first, count) of every group: `groups` of them, equal as far as they can be, or of those
+    sizes. ShardingError where they are not groups of `heads` heads."""
+    check_groups(groups)
+    if isinstance(groups, int):
+        most = min(groups, heads)
+        counts = [heads * (at + 1) // most - heads * at // most for at in range(most)]
+    else:
+        counts = list(groups)
+    if sum(counts) != heads:
+        raise ShardingError(
+            f"groups of {counts} heads are {sum(counts)} together; expected the {heads} of a state"
+        )
+    ends = list(accumulate(counts))
+    return tuple((end - count, count) for end, count in zip(ends, counts, strict=True))
+
+
 def choose_carrier(
     runtime: GroupRuntime,
     exchanger: StateExchanger,
     backend: str,
     op: Any,
     problem: Any,
+    groups: HeadGroups = None,
 ) -> Carrier:
     """The carrier for an operator's states; collective where it asks for the device engine.
 
-    exchanger: the group's, with the strategy and nodes of the site. problem: a bound call.
+    exchanger: the group's, with the strategy and nodes of the site. problem: a bound call. groups:
+    of heads, as asked for, see `cut_heads`.
     EngineRefused, on every rank, if backend="device" cannot be had.
     """
     if backend == HOST:
@@ -169,7 +254,7 @@ def choose_carrier(
     engine = None if unfit else runtime.device_engine(device)
     if isinstance(engine, DeviceEngine):
         why = "backend='device' is asked" if backend == DEVICE else "plain states on GPUs"
-        return DeviceCarrier(engine, exchanger, exchanger.strategy, why)
+        return DeviceCarrier(engine, exchanger, exchanger.strategy, why, groups)
     if engine is not None:
         unfit = str(engine)
     if backend == DEVICE:

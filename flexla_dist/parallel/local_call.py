@@ -7,18 +7,20 @@ its element is the identity, in the structure that the operator's other shards h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flexla_dist.comm.element import Element, StateElement, identity_like
+from flexla_dist.comm.engines import Arriving
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ArgumentError
-from flexla_dist.parallel.engine import Carrier
+from flexla_dist.parallel.engine import Carrier, Groups
 from flexla_dist.parallel.outgoing import Outgoing, as_element
 from flexla_dist.parallel.plan import SequencePlan
 from flexla_dist.parallel.recompute import CallRecord
@@ -106,6 +108,12 @@ class LocalCall:
         rows = max(self.plan.documents.count, 1)
         return tuple(t.expand(rows, *t.shape[1:]).contiguous() for t in zero)
 
+    def groups(self, problem: Any) -> Groups:
+        """The groups of heads in which states cross ranks, the same on all of them."""
+        if self.carrier is None:
+            return ((0, problem.heads),)
+        return self.carrier.groups(self.executor, problem, self.plan)
+
     @property
     def touches_cuts(self) -> bool:
         """Whether a state crosses a border of this shard, and the shard has a say in it."""
@@ -181,17 +189,33 @@ class LocalCall:
         """N of the whole row: documents when packed, else batch rows."""
         return self.plan.num_documents if self.plan.packed else batch
 
-    def entry(self, blank: States, entering: States, initial: States) -> States:
-        """States that enter the local documents: given ones, received ones, else none."""
+    def entry(
+        self, blank: States, arriving: Arriving, initial: States, groups: Groups
+    ) -> tuple[States, list[Callable[[], None]]]:
+        """States that enter the local documents: given ones, received ones, else none; with what
+        completes each group of heads of them once they have arrived."""
         if self.plan.receives and not self.plan.packed:
-            return entering
+            return arriving.state, self.arrivals(arriving, groups, ())
         states = tuple(t.clone() for t in blank)
         for state, given in zip(states, initial, strict=False):
             state[self.rows.start] = given[self.rows.whole_start].to(state.dtype)
-        if self.plan.receives:
-            for state, received in zip(states, entering, strict=True):
-                state[self.rows.first] = received
-        return states
+        if not self.plan.receives:
+            return states, []
+        into = tuple(state[self.rows.first] for state in states)
+        return states, self.arrivals(arriving, groups, into)
+
+    def arrivals(
+        self, arriving: Arriving, groups: Groups, into: States
+    ) -> list[Callable[[], None]]:
+        """For each group of heads a function that waits for it and copies it to `into`, rows
+        [.., HV, ...] of states."""
+
+        def arrive(group: int) -> None:
+            arriving.arrive(group)
+            for target, received in zip(into, arriving.state, strict=False):
+                target.narrow(1, *groups[group]).copy_(received.narrow(1, *groups[group]))
+
+        return [partial(arrive, group) for group in range(len(groups))]
 
     def final_states(self, exits: States, batch: int) -> States:
         """Final states [N, HV, ...] of the whole row: of documents that end here, or all."""

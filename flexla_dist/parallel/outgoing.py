@@ -35,6 +35,11 @@ class Outgoing:
     start: States = ()
     adjoint: bool = False
 
+    def summarise(self, group: int) -> None:
+        """Let M and S_hat of a group of heads be computed."""
+        if self.blank is None:
+            self.opened.summarise(group)
+
     def element(self) -> Element:
         """As one element, for the host engine."""
         if self.blank is not None:
@@ -45,7 +50,8 @@ class Outgoing:
         return started(element, self.start) if self.start else replace(element, reset=True)
 
     def span(self) -> Span:
-        """As the segments in which the kernels cut it, for the device engine."""
+        """As the segments in which the kernels cut it, for the device engine; of the heads that
+        were summarised."""
         from flexla_dist.comm.device_exchange import Span, SpanState
         from flexla_dist.comm.engines import span_of
 

@@ -17,6 +17,7 @@ from torch.nn.modules import batchnorm, conv, instancenorm, pooling
 
 from flexla_dist.errors import UnsupportedLayerError
 from flexla_dist.parallel.adapters import find_adapter
+from flexla_dist.parallel.engine import HeadGroups
 from flexla_dist.parallel.mesh import MeshOrGroup
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
 from flexla_dist.parallel.wrap import SequenceParallelLA, is_sequence_parallel
@@ -51,6 +52,7 @@ def parallelize_sequence(
     timeout: float = DEFAULT_TIMEOUT,
     trusted: Iterable[str] = (),
     backend: str = "auto",
+    groups: HeadGroups = None,
 ) -> Model:
     """Wrap every supported layer of a model with `SequenceParallelLA`; returns the same model.
 
@@ -94,6 +96,7 @@ def parallelize_sequence(
             timeout=timeout,
             name=f"{path or 'model'} ({type(module).__name__})",
             backend=backend,
+            groups=groups,
         )
     return model
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from flexla_dist.errors import ArgumentTypeError
 from flexla_dist.parallel.eager import eager
-from flexla_dist.parallel.engine import ExchangePlan
+from flexla_dist.parallel.engine import ExchangePlan, HeadGroups
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
 from flexla_dist.parallel.site import Site, State
@@ -30,7 +30,7 @@ class SequenceParallelOp:
     op: a `LinearAttentionOp`. mesh, group: exactly one, the ranks over which the sequence is cut.
     strategy: "auto", "chain", "log_scan", "hierarchical" or "all_gather". node_size: consecutive
     ranks that share a node. timeout: seconds that a rank waits for another at most. backend:
-    "auto", "host" or "device", see `SequenceParallelLA`.
+    "auto", "host" or "device"; groups: of heads; see `SequenceParallelLA`.
     """
 
     def __init__(
@@ -43,11 +43,12 @@ class SequenceParallelOp:
         node_size: int | None = None,
         timeout: float = DEFAULT_TIMEOUT,
         backend: str = "auto",
+        groups: HeadGroups = None,
     ) -> None:
         self.op = op
         chosen = sequence_group(mesh, group)
         name = f"operator {op.spec.name}"
-        self._site = Site(chosen, name, strategy, node_size, timeout, backend)
+        self._site = Site(chosen, name, strategy, node_size, timeout, backend, groups)
 
     @property
     def last_plan(self) -> ExchangePlan | None:

@@ -22,7 +22,14 @@ from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.attend import ShardedAttend
 from flexla_dist.parallel.context import current_context, current_plan, plan_for
-from flexla_dist.parallel.engine import Carrier, ExchangePlan, check_backend, choose_carrier
+from flexla_dist.parallel.engine import (
+    Carrier,
+    ExchangePlan,
+    HeadGroups,
+    check_backend,
+    check_groups,
+    choose_carrier,
+)
 from flexla_dist.parallel.halo import HaloCall, ShardedHalo
 from flexla_dist.parallel.local_call import Blanks, Finals, LocalCall
 from flexla_dist.parallel.recompute import CallRecord, CallRecords, recomputing, refuse_reentrant
@@ -33,7 +40,7 @@ State = Tensor | tuple[Tensor, ...]
 
 
 class Site:
-    """See the module's text. name: for messages. strategy, node_size, backend: of the state
+    """See the module's text. name: for messages. strategy, node_size, backend, groups: of the state
     exchange. last_plan: how the last call's states crossed the ranks, None before it."""
 
     def __init__(
@@ -44,9 +51,11 @@ class Site:
         node_size: int | None = None,
         timeout: float | None = None,
         backend: str = "auto",
+        groups: HeadGroups = None,
     ) -> None:
         check_strategy(strategy)
         check_backend(backend)
+        check_groups(groups)
         if node_size is not None:
             nodes_of_size(1, node_size)
         self.group = group
@@ -54,6 +63,7 @@ class Site:
         self.strategy = strategy
         self.node_size = node_size
         self.backend = backend
+        self.groups = groups
         self.last_plan: ExchangePlan | None = None
         self.runtime: GroupRuntime = runtime_of(group, timeout)
         self.records = CallRecords(name)
@@ -65,7 +75,8 @@ class Site:
 
     def copy(self) -> Site:
         """A site of the same group for a copy of the layer; it has calls and records of its own."""
-        return Site(self.group, self.name, self.strategy, self.node_size, backend=self.backend)
+        settings = (self.strategy, self.node_size, None, self.backend, self.groups)
+        return Site(self.group, self.name, *settings)
 
     @property
     def exchanger(self) -> StateExchanger:
@@ -82,7 +93,8 @@ class Site:
         found = self._carriers.get(key)
         if found is None:
             problem = call.bind_blank(inputs, params)
-            found = choose_carrier(self.runtime, self.exchanger, self.backend, call.op, problem)
+            exchanger, backend = self.exchanger, self.backend
+            found = choose_carrier(self.runtime, exchanger, backend, call.op, problem, self.groups)
             self._carriers[key] = found
         return found
 
@@ -238,6 +250,7 @@ class SequenceExchange:
                 "strategy": site.strategy,
                 "node_size": site.node_size,
                 "backend": site.backend,
+                "groups": site.groups,
                 "device": tensors[0].device.type,
             }
             local = any(t.requires_grad for t in tensors)

@@ -18,7 +18,7 @@ from flexla_dist.parallel.adapters import LayerAdapter, adapter_of
 from flexla_dist.parallel.context import current_plan
 from flexla_dist.parallel.documents import read_cu_seqlens
 from flexla_dist.parallel.eager import eager
-from flexla_dist.parallel.engine import ExchangePlan
+from flexla_dist.parallel.engine import ExchangePlan, HeadGroups
 from flexla_dist.parallel.mesh import MeshOrGroup, sequence_group
 from flexla_dist.parallel.recompute import recomputing
 from flexla_dist.parallel.runtime import DEFAULT_TIMEOUT
@@ -140,6 +140,7 @@ def SequenceParallelLA(
     timeout: float = DEFAULT_TIMEOUT,
     name: str | None = None,
     backend: str = "auto",
+    groups: HeadGroups = None,
 ) -> Layer:
     """Let a linear-attention layer work on sequences sharded over a group; returns the same module.
 
@@ -156,6 +157,9 @@ def SequenceParallelLA(
         backend: "device": states are exchanged by kernels in symmetric memory; "host": by
             torch.distributed; "auto": by kernels where states are plain fp32 ones on GPUs that
             share a symmetric heap. `exchange_plan` tells what ran.
+        groups: of heads. Kernels exchange the states of one group beside those that compute
+            another. How many groups there are, or a tuple of the heads in each; None: two, or one
+            where half of the heads would not fill the GPU. The host engine takes all at once.
     Raises UnsupportedLayerError for other layers and for a layer that is wrapped already,
     ShardingError for a wrong mesh. The first call raises EngineRefused, a ShardingError and
     HeapError, on every rank if backend="device" cannot be had.
@@ -172,7 +176,8 @@ def SequenceParallelLA(
     adapter = adapter_of(layer)
     chosen = sequence_group(mesh, group)
     _forget_detached(layer)
-    site = Site(chosen, name or type(layer).__name__, strategy, node_size, timeout, backend)
+    what = name or type(layer).__name__
+    site = Site(chosen, what, strategy, node_size, timeout, backend, groups)
     ShardedForward(layer, adapter, site).install()
     return layer
 

@@ -46,12 +46,15 @@ class PacedExecutor:
         """The plan of the executor inside."""
         return self.inner.plan
 
-    def open_forward(self, problem: Any, entry: Any) -> OpenedTorch:
+    def open_forward(self, problem: Any, entry: Any, groups: Any = ()) -> OpenedTorch:
         """A call whose summary is paced."""
         return OpenedTorch(lambda sequence: self.summary(problem, sequence))
 
-    def open_backward(self, problem: Any, *rest: Any) -> OpenedTorch:
+    def open_backward(
+        self, problem: Any, saved: Any, entry: Any, gradient: Any, groups: Any = ()
+    ) -> OpenedTorch:
         """A call whose adjoint summary is paced."""
+        rest = (saved, entry, gradient)
         return OpenedTorch(lambda sequence: self.adjoint_summary(problem, *rest, sequence))
 
     def summary(self, problem: Any, sequence: int) -> Any:
