@@ -1,7 +1,8 @@
 """Result rows in a CSV file, one a key, and their printing.
 
 Contract: a file has the columns it was opened with, in order; a row with the key of an older one
-takes its place; the file is whole after every `put`, so that a run may be stopped at any time.
+takes its place; the file is whole after every `put`, so that a run may be stopped at any time. In a
+file that was written before the last columns were thought of, these are empty.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ class RowStore:
         with self.path.open(newline="") as file:
             reader = csv.DictReader(file)
             found = tuple(reader.fieldnames or ())
-            if found != self.columns:
+            if not found or found != self.columns[: len(found)]:
                 raise ValueError(
                     f"{self.path} has the columns {','.join(found)}; expected "
                     f"{','.join(self.columns)}. Move it away to begin a new one"
                 )
             for row in reader:
-                self._rows[self.key_of(row)] = dict(row)
+                whole = dict.fromkeys(self.columns, "") | row
+                self._rows[self.key_of(whole)] = whole
 
     def key_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
         """The key of a row, as text."""

@@ -4,12 +4,16 @@
     python scaling_runs/virtual_ranks.py                   scalar, diagonal and matrix decay, W = 4
     python scaling_runs/virtual_ranks.py --ranks 2,8 --variants gla --tokens 8192
     python scaling_runs/virtual_ranks.py --strategies chain --delays 0,30,60 --seconds 300
+    python scaling_runs/virtual_ranks.py --groups 1 ... --groups 2 ... --groups 8+24
 
 For every variant, direction and strategy: the whole sequence over W ranks; the same with the
 exchange's flags set beforehand (`ideal_same_plan`: what is left is the plan's own work); every
 shard as a sequence of its own (`ideal_best`: no summaries, no exchange). `overhead` is the time
 over that of ideal_same_plan. With `--delays` every message is held up that many microseconds;
 `slope` is the added time over the added delay of W - 1 hops: the part that nothing hides.
+`groups` are the heads of each group that is exchanged on its own, as `SequenceParallelLA` chooses
+them or as `--groups` says; ideal_same_plan has the same ones. Rows without groups are older than
+these: all heads were exchanged at once.
 
 Outputs and gradients are first compared with the unsharded operator on the batched executor, and
 repeated calls with one another, bit by bit. Rows go to
@@ -42,11 +46,11 @@ from scaling_runs.rows import RowStore, format_table
 from scaling_runs.virtual_run import Outcome, VirtualRanks
 
 KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "W", "strategy", "impl")
-KEY = (*KEY, "delay_us")
+KEY = (*KEY, "delay_us", "groups")
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "triton", "variant", "direction", "B", "T", "H", "K", "V"),
     *("dtype", "W", "strategy", "impl", "delay_us", "median_ms", "p20_ms", "p80_ms"),
-    *("overhead", "slope", "mib_sent", "rel_err", "same_bits"),
+    *("overhead", "slope", "mib_sent", "rel_err", "same_bits", "groups"),
 )
 SHOWN = ("variant", "direction", "T", "W", *COLUMNS[14:])
 VARIANTS = ("simple_gla", "gla", "gated_delta_rule")
@@ -62,6 +66,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategies", type=lambda t: t.split(","), default=tuple(STRATEGIES))
     parser.add_argument("--ranks", type=_numbers, default=(4,), help="comma-separated W")
     parser.add_argument("--delays", type=_numbers, default=(0, 30, 60), help="microseconds a hop")
+    parser.add_argument(
+        "--groups", type=_groups, help="how many groups of heads, or the sizes: 8+24"
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="of one rank")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=32)
@@ -81,6 +88,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
+
+
+def _groups(text: str) -> int | tuple[int, ...]:
+    return tuple(map(int, text.split("+"))) if "+" in text else int(text)
 
 
 def make_call(options: argparse.Namespace, variant: str, ranks: int) -> CallInputs:
@@ -103,7 +114,7 @@ class Measurement:
     def __init__(self, options: argparse.Namespace, variant: str, ranks: int):
         self.options, self.variant = options, variant
         self.call = make_call(options, variant, ranks)
-        self.ranks = VirtualRanks(compile(get_variant(variant)), self.call, ranks)
+        self.ranks = VirtualRanks(compile(get_variant(variant)), self.call, ranks, options.groups)
         like = self.call.inputs["v"]
         generator = torch.Generator("cuda").manual_seed(5)
         self.seed = torch.randn(like.shape, generator=generator, device="cuda", dtype=like.dtype)
@@ -180,7 +191,7 @@ class Program:
         row = {
             **self.machine.columns(), "variant": m.variant, "B": o.batch,
             "T": o.tokens, "H": o.heads, "K": o.size, "V": o.size, "dtype": o.dtype,
-            "W": m.ranks.ranks, **columns,
+            "W": m.ranks.ranks, "groups": "+".join(str(n) for _, n in m.ranks.groups), **columns,
         }  # fmt: skip
         self.written.append(self.store.put(row))
         shown = " ".join(f"{k}={v}" for k, v in self.written[-1].items() if k in SHOWN and v)
@@ -194,7 +205,8 @@ class Program:
         }
         for direction in ("fwd", "fwdbwd"):
             best = m.timed(direction, None)
-            self.put(m, direction=direction, impl="ideal_best", delay_us=0, **columns_of(best))
+            self.put(m, direction=direction, impl="ideal_best", delay_us=0, groups="",
+                     **columns_of(best))  # fmt: skip
             for strategy in self.options.strategies:
                 if self.late:
                     print("time is up")

@@ -1,15 +1,15 @@
 """A sequence over W virtual ranks of one device: local kernels of every rank, one exchange kernel.
 
 Contract: the ranks' shards are equally long rows of one call. Forward and backward stop where
-states cross ranks (`open_*`), the exchange runs on a stream of its own, kernels that need no state
-from elsewhere go on beside it. What the ranks compute is what ranks of a group compute; they share
-the device, so times of W ranks are compared with one another, not with W devices.
+states cross ranks (`open_*`), the exchange runs on a stream of its own, group of heads by group of
+heads, kernels that need no state from elsewhere go on beside it, and each group of heads waits for
+its own exchange. What the ranks compute, and in which order, is what ranks of a group do; they
+share the device, so times of W ranks are compared with one another, not with W devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from flexla_dist.comm.device_exchange import DeviceExchanger, Span, SpanState
+from flexla_dist.comm.engines import FIRST
 from flexla_dist.comm.heaps import LocalHeap
 from flexla_dist.compiler.executor.opened import OpenedTriton
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients
 from flexla_dist.ops.op import LinearAttentionOp
+from flexla_dist.parallel.engine import Groups, HeadGroups, cut_heads
 from flexla_dist.testing.inputs import CallInputs
 
 States = tuple[Tensor, ...]
@@ -36,9 +38,14 @@ class Outcome:
 
 
 class VirtualRanks:
-    """One operator on W shards."""
+    """One operator on W shards.
 
-    def __init__(self, op: LinearAttentionOp, call: CallInputs, ranks: int):
+    groups: of heads, as `SequenceParallelLA` takes them; None: those that it would choose.
+    """
+
+    def __init__(
+        self, op: LinearAttentionOp, call: CallInputs, ranks: int, groups: HeadGroups = None
+    ):
         self.op, self.call, self.ranks = op, call, ranks
         self.device = next(iter(call.inputs.values())).device
         self.executor: Any = op.executor("triton")
@@ -56,7 +63,22 @@ class VirtualRanks:
             }
             self.problems.append(op.bind(inputs, params, call.scalars, None))
         self.crossing = [True] * (ranks - 1)
-        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.groups: Groups
+        if groups is None:
+            self.groups = self.executor.head_groups(self.problems[0], tokens // ranks)
+        else:
+            self.groups = cut_heads(groups, self.problems[0].heads)
+        self.side = None
+        if self.device.type == "cuda":
+            self.side = torch.cuda.Stream(self.device, priority=FIRST)
+            self._find_tiles()
+
+    def _find_tiles(self) -> None:
+        """Calls that do not stop find tiles that fit the device; calls in parts do not look."""
+        problem = self.problems[0]
+        zero = problem.zero_state()
+        ran = self.executor.forward(problem, zero)
+        self.executor.backward(problem, ran.saved, zero, torch.zeros_like(ran.output), zero)
 
     def exchanger(self, strategy: str, **settings: Any) -> DeviceExchanger:
         """An exchange of all virtual ranks."""
@@ -66,12 +88,10 @@ class VirtualRanks:
 
     def forward(self, exchanger: DeviceExchanger) -> list[ForwardResult]:
         """Every rank's shard from the states that the exchange brings."""
-        opened = [self.executor.open_forward(p, p.zero_state()) for p in self.problems]
-        with self._exchange(exchanger.prefix_all, opened) as entering:
-            for call in opened:
-                call.proceed()
+        opened = [self.executor.open_forward(p, p.zero_state(), self.groups) for p in self.problems]
+        entering = self._exchange(exchanger.prefix_all, opened, first=0)
         return [
-            self.executor.forward(problem, tuple(state[0] for state in states), call)
+            self.executor.forward(problem, states, call)
             for problem, states, call in zip(self.problems, entering, opened, strict=True)
         ]
 
@@ -84,43 +104,66 @@ class VirtualRanks:
     ) -> list[Gradients]:
         """Gradients of every shard; `entering` are the states that entered the shards."""
         opened = [
-            self.executor.open_backward(problem, ran.saved, entry, seed)
+            self.executor.open_backward(problem, ran.saved, entry, seed, self.groups)
             for problem, ran, entry, seed in zip(
                 self.problems, forward, entering, seeds, strict=True
             )
         ]
-        with self._exchange(exchanger.suffix_all, opened) as gradients:
-            for call in opened:
-                call.proceed()
+        gradients = self._exchange(exchanger.suffix_all, opened, first=-1)
         return [
-            self.executor.backward(
-                problem, ran.saved, entry, seed, tuple(g[-1] for g in arriving), call
-            )
+            self.executor.backward(problem, ran.saved, entry, seed, arriving, call)
             for problem, ran, entry, seed, arriving, call in zip(
                 self.problems, forward, entering, seeds, gradients, opened, strict=True
             )
         ]
 
-    @contextmanager
     def _exchange(
-        self, scan: Callable[..., list[States]], opened: Sequence[OpenedTriton]
-    ) -> Iterator[list[States]]:
-        """Exchange on the side stream while the block runs; results are ready after it."""
-        results: list[States] = []
+        self, scan: Callable[..., list[States]], opened: Sequence[OpenedTriton], first: int
+    ) -> list[States]:
+        """Exchange on the side stream, and run all calls up to what follows their last scan.
+
+        first: index of the segment that is first in the order of the scan. Returns what enters the
+        shards.
+        """
+        whole: list[States] | None = None
+        done: list[Any] = []
+        for number, heads in enumerate(self.groups):
+            for call in opened:
+                call.summarise(number)
+            whole, event = self._beside(scan, [span_of(call) for call in opened], heads, whole)
+            done.append(event)
+        assert whole is not None
+        for call in opened:
+            call.proceed()
+        entering = [tuple(state[first] for state in states) for states in whole]
+        for call, states in zip(opened, entering, strict=True):
+            call.give(states)
+        for number, event in enumerate(done):
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+            for call in opened:
+                call.enter(number)
+        if self.side is not None:
+            for states in whole:
+                for state in states:
+                    state.record_stream(torch.cuda.current_stream(self.device))
+        return entering
+
+    def _beside(
+        self,
+        scan: Callable[..., list[States]],
+        spans: list[Span],
+        heads: tuple[int, int],
+        earlier: list[States] | None,
+    ) -> tuple[list[States], Any]:
+        """Exchange a group of heads after what the current stream has done so far; the result, and
+        the event after it."""
         if self.side is None:
-            results += scan([span_of(call) for call in opened], self.crossing)
-            yield results
-            return
-        main = torch.cuda.current_stream(self.device)
-        spans = [span_of(call) for call in opened]
-        self.side.wait_stream(main)
+            return scan(spans, self.crossing, heads=heads, into=earlier), None
+        self.side.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self.side):
-            results += scan(spans, self.crossing)
-        yield results
-        main.wait_stream(self.side)
-        for states in results:
-            for state in states:
-                state.record_stream(main)
+            found = scan(spans, self.crossing, heads=heads, into=earlier)
+            return found, self.side.record_event()
 
     def alone(self) -> list[ForwardResult]:
         """Every shard as a sequence of its own: no state crosses, nothing is summarised twice."""

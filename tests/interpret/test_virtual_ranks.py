@@ -13,19 +13,21 @@ from scaling_runs.virtual_run import VirtualRanks
 from .test_triton_executor import graphs_of
 
 CASES = [
-    (name, s) for name in ("simple_gla", "gla", "gated_delta_rule") for s in ("chain", "all_gather")
+    (name, s, None)
+    for name in ("simple_gla", "gla", "gated_delta_rule")
+    for s in ("chain", "all_gather")
 ]
-CASES += [("gla", "log_scan")]
+CASES += [("gla", "log_scan", None), ("gated_delta_rule", "chain", 2)]
 
 
-@pytest.mark.parametrize(("name", "strategy"), CASES)
-def test_equals_one_process(name: str, strategy: str) -> None:
+@pytest.mark.parametrize(("name", "strategy", "groups"), CASES)
+def test_equals_one_process(name: str, strategy: str, groups: int | None) -> None:
     call = make_inputs(
         get_variant(name), batch=2, tokens=96, heads=2, value_heads=2,
         sizes={"K": 16, "V": 16}, dtype=torch.float32,
     )  # fmt: skip
     op = LinearAttentionOp(graphs_of(name), "triton", 16)
-    ranks = VirtualRanks(op, call, 3)
+    ranks = VirtualRanks(op, call, 3, groups)
     ranks.executor.segment_chunks = 1
     seed = torch.randn(2, 96, 2, 16, generator=torch.Generator().manual_seed(1))
     found = ranks.run(ranks.exchanger(strategy, timeout=30.0), seed)
