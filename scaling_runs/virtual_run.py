@@ -63,15 +63,18 @@ class VirtualRanks:
             }
             self.problems.append(op.bind(inputs, params, call.scalars, None))
         self.crossing = [True] * (ranks - 1)
-        self.groups: Groups
-        if groups is None:
-            self.groups = self.executor.head_groups(self.problems[0], tokens // ranks)
-        else:
-            self.groups = cut_heads(groups, self.problems[0].heads)
+        self.groups = self._groups(groups)
         self.side = None
         if self.device.type == "cuda":
             self.side = torch.cuda.Stream(self.device, priority=FIRST)
             self._find_tiles()
+
+    def _groups(self, groups: HeadGroups) -> Groups:
+        problem = self.problems[0]
+        if groups is not None:
+            return cut_heads(groups, problem.heads)
+        found: Groups = self.executor.head_groups(problem, problem.tokens)
+        return found
 
     def _find_tiles(self) -> None:
         """Calls that do not stop find tiles that fit the device; calls in parts do not look."""

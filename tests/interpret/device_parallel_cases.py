@@ -35,6 +35,8 @@ class Case:
     executor: str = "torch"
     segment: int | None = None  # chunks of the segments of a shard
     width: int = 0  # of keys and values, 0: a few
+    heads: int = 2
+    groups: int | tuple[int, ...] | None = None  # of heads
 
     @property
     def tokens(self) -> int:
@@ -54,7 +56,7 @@ def whole_inputs(case: Case, dtype: torch.dtype) -> CallInputs:
         batch=case.batch,
         tokens=case.tokens,
         heads=1,
-        value_heads=2,
+        value_heads=case.heads,
         sizes=dict.fromkeys(SIZES, case.width) if case.width else SIZES,
         cu_seqlens=starts,
     )
@@ -132,6 +134,7 @@ def run_shard(
         strategy=case.strategy,
         node_size=2 if case.strategy == "hierarchical" else None,
         backend=backend,
+        groups=case.groups,
     )
     with sequence_context(group, cu_seqlens=case.documents, lengths=case.lengths):
         given = replace(

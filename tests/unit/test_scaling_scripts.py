@@ -107,6 +107,14 @@ def test_a_newer_row_replaces_the_older(tmp_path: Path) -> None:
     assert [x.name for x in path.parent.iterdir()] == ["rows.csv"]
 
 
+def test_rows_of_a_file_with_fewer_columns_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    RowStore(path, ("a", "b"), ("a",)).put({"a": 1, "b": 2})
+    store = RowStore(path, ("a", "b", "c"), ("a", "c"))
+    store.put({"a": 1, "b": 3, "c": 4})
+    assert path.read_text() == "a,b,c\n1,2,\n1,3,4\n"
+
+
 def test_other_columns_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     RowStore(path, ("a", "b"), ("a",)).put({"a": 1})
