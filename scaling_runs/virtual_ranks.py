@@ -13,7 +13,8 @@ over that of ideal_same_plan. With `--delays` every message is held up that many
 `slope` is the added time over the added delay of W - 1 hops: the part that nothing hides.
 `groups` are the heads of each group that is exchanged on its own, as `SequenceParallelLA` chooses
 them or as `--groups` says; ideal_same_plan has the same ones. Rows without groups are older than
-these: all heads were exchanged at once.
+these: all heads were exchanged at once. `--programs` limits the programs that exchange for a rank:
+while they wait they take room from other kernels.
 
 Outputs and gradients are first compared with the unsharded operator on the batched executor, and
 repeated calls with one another, bit by bit. Rows go to
@@ -28,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -46,11 +48,11 @@ from scaling_runs.rows import RowStore, format_table
 from scaling_runs.virtual_run import Outcome, VirtualRanks
 
 KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "W", "strategy", "impl")
-KEY = (*KEY, "delay_us", "groups")
+KEY = (*KEY, "delay_us", "groups", "programs")
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "triton", "variant", "direction", "B", "T", "H", "K", "V"),
     *("dtype", "W", "strategy", "impl", "delay_us", "median_ms", "p20_ms", "p80_ms"),
-    *("overhead", "slope", "mib_sent", "rel_err", "same_bits", "groups"),
+    *("overhead", "slope", "mib_sent", "rel_err", "same_bits", "groups", "programs"),
 )
 SHOWN = ("variant", "direction", "T", "W", *COLUMNS[14:])
 VARIANTS = ("simple_gla", "gla", "gated_delta_rule")
@@ -69,6 +71,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--groups", type=_groups, help="how many groups of heads, or the sizes: 8+24"
     )
+    parser.add_argument("--programs", type=int, help="of the exchange, for each rank")
     parser.add_argument("--tokens", type=int, default=16384, help="of one rank")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=32)
@@ -120,9 +123,13 @@ class Measurement:
         self.seed = torch.randn(like.shape, generator=generator, device="cuda", dtype=like.dtype)
         self.seeds = self.ranks.seeds(self.seed)
 
+    def exchanger(self, strategy: str, **settings: Any) -> DeviceExchanger:
+        """An exchange with the programs that were asked for."""
+        return self.ranks.exchanger(strategy, programs=self.options.programs, **settings)
+
     def checks(self, strategy: str) -> tuple[float | None, str]:
         """Largest error against the batched executor on two heads, and whether bits repeat."""
-        exchanger = self.ranks.exchanger(strategy)
+        exchanger = self.exchanger(strategy)
         first = self.ranks.run(exchanger, self.seed)
         exchanger.check()
         same = all(equal(first, self.ranks.run(exchanger, self.seed)) for _ in range(REPEATS - 1))
@@ -191,7 +198,8 @@ class Program:
         row = {
             **self.machine.columns(), "variant": m.variant, "B": o.batch,
             "T": o.tokens, "H": o.heads, "K": o.size, "V": o.size, "dtype": o.dtype,
-            "W": m.ranks.ranks, "groups": "+".join(str(n) for _, n in m.ranks.groups), **columns,
+            "W": m.ranks.ranks, "groups": "+".join(str(n) for _, n in m.ranks.groups),
+            "programs": o.programs, **columns,
         }  # fmt: skip
         self.written.append(self.store.put(row))
         shown = " ".join(f"{k}={v}" for k, v in self.written[-1].items() if k in SHOWN and v)
@@ -206,7 +214,7 @@ class Program:
         for direction in ("fwd", "fwdbwd"):
             best = m.timed(direction, None)
             self.put(m, direction=direction, impl="ideal_best", delay_us=0, groups="",
-                     **columns_of(best))  # fmt: skip
+                     programs="", **columns_of(best))  # fmt: skip
             for strategy in self.options.strategies:
                 if self.late:
                     print("time is up")
@@ -220,12 +228,12 @@ class Program:
         strategy: str,
         checked: tuple[float | None, str],
     ) -> None:
-        ideal = m.timed(direction, m.ranks.exchanger(strategy, waits=False))
+        ideal = m.timed(direction, m.exchanger(strategy, waits=False))
         self.put(m, direction=direction, strategy=strategy, impl="ideal_same_plan", delay_us=0,
                  **columns_of(ideal))  # fmt: skip
         first: tuple[int, float] | None = None
         for delay in self.options.delays:
-            exchanger = m.ranks.exchanger(strategy, delay_ns=1000 * delay)
+            exchanger = m.exchanger(strategy, delay_ns=1000 * delay)
             times = m.timed(direction, exchanger)
             exchanger.check()
             slope = None

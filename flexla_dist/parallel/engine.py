@@ -206,8 +206,10 @@ def check_backend(backend: str) -> None:
 
 def check_groups(groups: HeadGroups) -> None:
     """ShardingError for what cannot be groups of heads."""
-    counts = (groups,) if isinstance(groups, int) else groups or (1,)
-    if not all(isinstance(count, int) and count >= 1 for count in counts):
+    if groups is None:
+        return
+    counts = groups if isinstance(groups, tuple) else (groups,)
+    if not counts or not all(isinstance(count, int) and count >= 1 for count in counts):
         raise ShardingError(
             f"groups is {groups!r}; expected None, how many groups of heads there are, or a tuple "
             "of the heads in each"

@@ -36,20 +36,23 @@ def arguments(
     return {name: x.requires_grad_() for name, x in found.items()}
 
 
-def own_forward(strategy: str, given: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """The forward pass of an operator of its own."""
+def own_forward(
+    strategy: str, given: dict[str, Tensor], groups: int | None = None
+) -> Callable[[], Tensor]:
+    """The forward pass of an operator of its own; groups: of heads."""
     op = SequenceParallelOp(
         compile(get_variant("simple_gla")),
         group=dist.group.WORLD,
         strategy=strategy,
         backend="device",
+        groups=groups,
     )
     return lambda: op(**given, scale=WIDTH**-0.5)[0]
 
 
-def own_step(strategy: str, given: dict[str, Tensor]) -> Step:
+def own_step(strategy: str, given: dict[str, Tensor], groups: int | None = None) -> Step:
     """Forward and backward of an operator of its own; (output, gradients)."""
-    forward = own_forward(strategy, given)
+    forward = own_forward(strategy, given, groups)
 
     def step() -> tuple[Tensor, ...]:
         output = forward()
@@ -65,11 +68,11 @@ def place(rank: int, device: str) -> str:
     return device
 
 
-def captured(rank: int, size: int, strategy: str, device: str) -> float:
+def captured(rank: int, size: int, strategy: str, device: str, groups: int | None = None) -> float:
     """A graph of forward and backward, replayed on other tokens, against eager calls."""
     device, group = place(rank, device), dist.group.WORLD
     given = arguments(rank, device)
-    step = own_step(strategy, given)
+    step = own_step(strategy, given, groups)
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -110,11 +113,11 @@ def timed(rank: int, size: int, backend: str, device: str) -> tuple[str, float]:
     return str(op.last_plan), 1e3 * statistics.median(times[5:])
 
 
-def side_by_side(rank: int, size: int, device: str) -> bool:
+def side_by_side(rank: int, size: int, device: str, groups: int | None = None) -> bool:
     """Two operators on two streams at once, against one after the other: the same bits."""
     device = place(rank, device)
     inputs = [arguments(10 * number + rank, device) for number in range(2)]
-    forwards = [own_forward("chain", given) for given in inputs]
+    forwards = [own_forward("chain", given, groups) for given in inputs]
     leaves = [x for given in inputs for x in given.values()]
 
     def run(streams: list[torch.cuda.Stream]) -> tuple[Tensor, ...]:

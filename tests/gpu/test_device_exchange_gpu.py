@@ -101,6 +101,23 @@ def test_same_bits_over_many_exchanges(strategy: str, kind: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["scalar", "rows", "dense", "two_states"])
+@pytest.mark.parametrize("strategy", cases.STRATEGIES)
+def test_groups_of_heads_have_the_bits_of_all(strategy: str, kind: str) -> None:
+    g = torch.Generator().manual_seed(9)
+    group = virtual(4, strategy)
+    spans = on_gpu([cases.random_span(kind, 4, cases.Sizes(2, 8, 64, 64), g) for _ in range(4)])
+    for number in range(20):
+        scan = group.suffix_all if number % 2 else group.prefix_all
+        wanted, found = scan(spans, [True] * 3), None
+        for heads in ((0, 2), (2, 5), (7, 1)):
+            found = scan(spans, [True] * 3, heads=heads, into=found)
+        assert found is not None
+        for a, b in zip(found, wanted, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    group.check()
+
+
 def test_graph_replays_are_new_exchanges() -> None:
     g = torch.Generator().manual_seed(2)
     group = virtual(4, "chain")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -68,14 +69,40 @@ def test_layers_equal_one_process(run: tuple) -> None:
         assert (seen.count(False), seen.count(True)) == (4, 4)
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("strategy", ["chain", "all_gather"])
+def test_groups_of_heads(strategy: str) -> None:
+    """Within bounds, and the bits of one group where segments are the same."""
+    lengths, packed = (150, 90), (0, 40, 150, 151, 240)
+    given = {"executor": "triton", "width": 32, "heads": 4, "segment": 1}
+    names = ("simple_gla", "gla", "gated_delta_rule")
+    chosen = [
+        Case(name, strategy, lengths, documents, groups=groups, **given)  # type: ignore[arg-type]
+        for name in names
+        for documents in (None, packed)
+        for groups in (1, 2, (1, 3))
+    ]
+    ranks = run_ranks(cases.run_shards, 2, chosen, DEVICE, "auto", environment=SHARED, timeout=300)
+    for number, case in enumerate(chosen):
+        for name, error in cases.errors(case, [values[number] for values in ranks]).items():
+            assert error < (GRADIENTS if "grad." in name else BOUND), (case, name, error)
+        if case.spec == "gated_delta_rule":
+            continue  # products of PyTorch fold its segments: of fewer heads they may round apart
+        for values in ranks:
+            for name, x in values[number].items():
+                assert torch.equal(x, values[number - number % 3][name]), (case, name)
+
+
+@pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_cuda_graph(strategy: str) -> None:
-    found = run_ranks(streams.captured, 2, strategy, DEVICE, environment=SHARED)
+def test_cuda_graph(strategy: str, groups: int | None) -> None:
+    found = run_ranks(streams.captured, 2, strategy, DEVICE, groups, environment=SHARED)
     assert max(found) == 0.0, found
 
 
-def test_two_streams() -> None:
-    assert all(run_ranks(streams.side_by_side, 2, DEVICE, environment=SHARED))
+@pytest.mark.parametrize("groups", [None, 2])
+def test_two_streams(groups: int | None) -> None:
+    assert all(run_ranks(streams.side_by_side, 2, DEVICE, groups, environment=SHARED))
 
 
 def test_late_rank() -> None:

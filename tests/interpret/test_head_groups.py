@@ -17,7 +17,6 @@ from flexla_dist.comm.device_exchange import DeviceExchanger
 from flexla_dist.comm.engines import Arriving, DeviceEngine
 from flexla_dist.compiler.executor.triton_run import Launch, Pause
 from flexla_dist.ops.op import LinearAttentionOp
-from flexla_dist.parallel.engine import cut_heads
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import make_inputs
 from flexla_dist.testing.ranks import run_ranks
@@ -272,9 +271,3 @@ def test_processes_in_groups_have_the_bits_of_one_group() -> None:
                     assert torch.equal(x, whole[name]), (case, name)
         worst = shards.errors(case, [values[number][1] for values in ranks])
         assert max(worst.values()) < shards.BOUND, (case, worst)
-
-
-def test_cut_heads() -> None:
-    assert cut_heads(2, 6) == ((0, 3), (3, 3))
-    assert cut_heads(4, 2) == ((0, 1), (1, 1))
-    assert cut_heads((1, 3), 4) == ((0, 1), (1, 3))

@@ -45,6 +45,7 @@ MAX_SHRINK = 4
 MOST_PLANS = 256  # plans kept; the oldest goes
 PROGRAMS_PER_PROCESSOR = {"unfused": 1, "fused": 2}
 LEAST_SEGMENTS = 4  # fewer cost more in passes over the chunks than they bring
+SHORTEST_SEGMENT = 64 * MIN_CHUNKS  # tokens, about: chunks may differ between ranks
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
 
@@ -376,10 +377,10 @@ class TritonExecutor:
         """
         heads = outline.heads
         whole = ((0, heads),)
-        if heads % 2 or interpreting():
+        if heads == 0 or heads % 2 or interpreting():
             return whole
         lanes = 1 if outline.packed else outline.batch
-        segments = lanes * max(1, tokens // outline.longest_chunk // MIN_CHUNKS)
+        segments = lanes * max(1, tokens // SHORTEST_SEGMENT)
         programs = heads // 2 * self.scan_tiles(outline) * segments
         if programs < launching.processors(outline.device):
             return whole
