@@ -159,8 +159,10 @@ class _Emitter(Memory):
         self._number("T")
         self._number("chunks_per_lane")
         w.line("unit = tl.program_id(0).to(tl.int64)")
-        begin = f" + {self._number('first_head')}" if self.loop else ""
-        w.line(f"head = tl.program_id(1).to(tl.int64){begin}")
+        head = "tl.program_id(1)"
+        if self.loop:
+            head = f"({head} + {self._number('first_head')})"
+        w.line(f"head = {head}.to(tl.int64)")
         w.line("tile = unit % num_tiles")
         w.line("unit = unit // num_tiles")
         if self.kernel.row_dim:
