@@ -130,10 +130,12 @@ class VirtualRanks:
         """
         whole: list[States] | None = None
         done: list[Any] = []
+        held = []  # until the current stream has waited for who reads them
         for number, heads in enumerate(self.groups):
             for call in opened:
                 call.summarise(number)
-            whole, event = self._beside(scan, [span_of(call) for call in opened], heads, whole)
+            held.append([span_of(call) for call in opened])
+            whole, event = self._beside(scan, held[-1], heads, whole)
             done.append(event)
         assert whole is not None
         for call in opened:
