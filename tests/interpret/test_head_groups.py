@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
@@ -17,6 +19,7 @@ from flexla_dist.comm.device_exchange import DeviceExchanger
 from flexla_dist.comm.engines import Arriving, DeviceEngine
 from flexla_dist.compiler.executor.triton_run import Launch, Pause
 from flexla_dist.ops.op import LinearAttentionOp
+from flexla_dist.parallel import SequenceParallelOp, sequence_context, shard_sequence
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import make_inputs
 from flexla_dist.testing.ranks import run_ranks
@@ -271,3 +274,39 @@ def test_processes_in_groups_have_the_bits_of_one_group() -> None:
                     assert torch.equal(x, whole[name]), (case, name)
         worst = shards.errors(case, [values[number][1] for values in ranks])
         assert max(worst.values()) < shards.BOUND, (case, worst)
+
+
+def recomputed(rank: int, size: int) -> list[shards.Values]:
+    """Gradients without and with activation recompute, of an operator in two groups of heads."""
+    given = shards.whole_inputs(SHARDS[0], torch.float32)
+    found = []
+    for again in (False, True):
+        op = SequenceParallelOp(
+            shards.compiled("gla"),
+            group=dist.group.WORLD,
+            strategy="chain",
+            backend="device",
+            groups=(1, 2),
+        )
+        begun = []
+        with sequence_context(dist.group.WORLD, lengths=LENGTHS):
+            inputs = {
+                name: shard_sequence(x.detach(), dist.group.WORLD).requires_grad_()
+                for name, x in given.inputs.items()
+            }
+
+            def run(op: Any = op, inputs: Any = inputs) -> torch.Tensor:
+                return op(**inputs, **given.scalars, executor="triton")[0]
+
+            with noted(begun):
+                output = checkpoint(run, use_reentrant=False) if again else run()
+                output.square().sum().backward()
+        grads = {name: x.grad for name, x in inputs.items()}
+        assert sum(line.startswith("exchange") for line in begun) == 4, begun
+        found.append({"output": output.detach(), **grads})
+    return found
+
+
+def test_recompute_does_not_exchange_again() -> None:
+    for plain, again in run_ranks(recomputed, 3, preload=shards.PRELOAD):
+        assert all(torch.equal(x, again[name]) for name, x in plain.items())
