@@ -162,6 +162,8 @@ def device_engines() -> Iterator[Finding]:
 
     gpu = torch.cuda.device_count() > 0
     yield _triton(gpu)
+    if gpu:
+        yield _assembler()
     yield _shared_memory()
     symmetric = gpu and _has("torch.distributed._symmetric_memory")
     yield Finding(
@@ -223,6 +225,22 @@ def _triton(gpu: bool) -> Finding:
         f"{version}; its interpreter needs numpy below 2.4, found {numpy or 'none'}",
         "pip install 'numpy<2.4'",
     )
+
+
+def _assembler() -> Finding:
+    """Which ptxas kernels for Hopper get."""
+    from flexla_dist.assembler import assembler, candidates
+    from flexla_dist.errors import ExecutorError
+
+    if _version("triton") is None:
+        return Finding("ptxas for Hopper", MISSING, "Triton is not installed")
+    try:
+        chosen = assembler()
+    except ExecutorError as missing:
+        return Finding("ptxas for Hopper", FAILED, str(missing))
+    usual = candidates()[0]
+    note = "" if chosen == usual else f"; Triton's own {usual} makes some products wrong there"
+    return Finding("ptxas for Hopper", OK, f"{chosen}{note}")
 
 
 def _shared_memory() -> Finding:

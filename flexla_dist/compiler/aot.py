@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from flexla_dist.assembler import assembling
 from flexla_dist.compiler.executor.bind import bind
 from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.compiler.executor.problem import Problem
@@ -229,12 +230,15 @@ def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> Compi
         keywords["MODE"] = "ieee"
     keywords |= {"debug": function.debug or False, "instrumentation_mode": ""}
     binder = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, options = binder(*launch.arguments, **keywords)
-    options, signature, constants, attributes = function._pack_args(
-        backend, keywords, bound, specialization, options
-    )
-    source = ASTSource(function, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget(kind, arch, warp), options=options.__dict__)
+    with assembling(int(arch) if kind == "cuda" else 0) as sound:
+        keywords |= sound
+        bound, specialization, options = binder(*launch.arguments, **keywords)
+        options, signature, constants, attributes = function._pack_args(
+            backend, keywords, bound, specialization, options
+        )
+        source = ASTSource(function, signature, constants, attributes)
+        place = GPUTarget(kind, arch, warp)
+        compiled = triton.compile(source, target=place, options=options.__dict__)
     regs, stack = _resources(compiled.asm["cubin"]) if kind == "cuda" else (None, None)
     return CompiledInfo(
         launch.kernel,

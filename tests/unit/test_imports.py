@@ -11,15 +11,17 @@ import flexla_dist
 
 PACKAGE = Path(__file__).resolve().parents[2] / "flexla_dist"
 GLOSSARY = {"errors", "shapes", ""}
+KERNELS = GLOSSARY | {"assembler"}
 MAY_IMPORT = {
     "spec": GLOSSARY | {"spec"},
-    "compiler": GLOSSARY | {"spec", "compiler"},
+    "compiler": KERNELS | {"spec", "compiler"},
     "ops": GLOSSARY | {"spec", "compiler", "ops"},
-    "comm": GLOSSARY | {"comm"},
+    "comm": KERNELS | {"comm"},
     "parallel": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel"},
     "layers": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers"},
     "train": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers", "train"},
     "testing": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers", "testing"},
+    "assembler": {"errors"},
     "errors": set(),
     "shapes": set(),
 }

@@ -91,6 +91,18 @@ def test_rows_and_numbers_of_the_left_come_after() -> None:
     assert len(whole) == 1  # both factors as one
 
 
+def test_numbers_are_multiplied_at_once() -> None:
+    after, _, stored = rewritten(
+        lambda b, a: b.matmul(scaled(b, a["q"], 0.5, row(b, a["w"]), 4.0), a["state"])
+    )
+    assert stored == [["q"], ["state"]]
+    assert [x for n in after.calls for x in n.args if isinstance(x, float)] == [2.0]
+    after, later, stored = rewritten(
+        lambda b, a: b.matmul(scaled(b, a["q"], 0.5), scaled(b, a["state"], 8.0))
+    )
+    assert stored == [["q"], ["state"]] and later == ["mul"]
+
+
 def test_padding_that_is_selected_stays() -> None:
     _, later, stored = rewritten(
         lambda b, a: b.matmul(scaled(b, padded(b, a, a["q"]), 0.5, row(b, a["w"])), a["state"])

@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from flexla_dist.assembler import assembling, sound_options
 from flexla_dist.comm.device.layout import RECORD_WORDS, WORD, Layout, Signature
 from flexla_dist.comm.device.memory import poll_ge
 from flexla_dist.comm.device.plan import Place
@@ -137,6 +138,7 @@ class Workspace:
                 options["launch_cooperative_grid"] = True
             if self.libraries:
                 options["extern_libs"] = self.libraries
+            options |= sound_options(self.memory.bases.device)
         self.kernel[(programs * len(plan),)](
             self.memory.bases,
             plan,
@@ -169,11 +171,11 @@ class Workspace:
             given = {n: torch.zeros(*lead, *dims, device=device) for n, dims in shapes.items()}
             tensors.append({**given, "entering": torch.empty_like(given["local"])})
         dense = any(form.dense for form in self.signature.states)
-        for composed in (
-            (False, True) if dense and self.layouts[0].strategy == "chain" else (False,)
-        ):
-            every = (self.signature.lanes, 0, self.signature.lanes)
-            self.launch(plan, tensors, False, composed, 0, every)
+        chained = dense and self.layouts[0].strategy == "chain"
+        every = (self.signature.lanes, 0, self.signature.lanes)
+        with assembling(device):
+            for composed in (False, True) if chained else (False,):
+                self.launch(plan, tensors, False, composed, 0, every)
         _synchronise(device)
 
     def plan(self, key: Hashable, places: Callable[[], Sequence[Place]]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flexla_dist.assembler import assembling
 from flexla_dist.compiler.executor.direct import Direct, current_stream, direct, watched
 from flexla_dist.compiler.executor.segments import Segments
 from flexla_dist.compiler.executor.tables import Table, device_zeros, use_tables
@@ -178,7 +179,9 @@ class Launch:
         again = self.again
         if again is None or frame.plain:
             pointers = [frame.tensor(place) for place in self.places]
-            kernel = self.function[self.grid](*pointers, *numbers, **self.constants, **self.options)
+            with assembling(frame.device) as sound:
+                options = {**self.constants, **self.options, **sound}
+                kernel = self.function[self.grid](*pointers, *numbers, **options)
             if not frame.plain:
                 self._find(kernel)
             return

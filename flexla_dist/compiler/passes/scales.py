@@ -92,8 +92,14 @@ def _kind(found: Operand_, factor: Operand) -> list:
 def _times(b: Builder, node: fx.Node, factors: Iterable[Operand]) -> fx.Node:
     """The node times all factors, which are multiplied with one another first."""
     together: Operand | None = None
+    number = 1.0
     for factor in factors:
-        together = factor if together is None else b.emit(ops.mul, together, factor)
+        if not isinstance(factor, fx.Node):
+            number *= factor
+        else:
+            together = factor if together is None else b.emit(ops.mul, together, factor)
+    if number != 1.0:
+        together = number if together is None else b.emit(ops.mul, together, number)
     return node if together is None else b.emit(ops.mul, node, together)
 
 
