@@ -11,6 +11,7 @@ from flexla_dist.compiler.passes import (
     cuts,
     diagonals,
     domain,
+    factors,
     padding,
     scales,
     scans,
@@ -42,4 +43,5 @@ KERNEL_PASSES: tuple[tuple[str, tuple[Rule, ...]], ...] = (
     ("last rows of scans", scans.RULES),
     ("scales out of products", scales.RULES),
     ("tidy kernels", simplify.RULES),
+    ("common factors", factors.RULES + simplify.RULES),
 )
