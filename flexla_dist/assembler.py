@@ -65,7 +65,20 @@ def assembling(device: torch.device | int) -> Iterator[Mapping[str, int]]:
     chosen = assembler()
     with _turn, knobs.nvidia.scope():
         knobs.nvidia.ptxas = chosen.path
-        yield options
+        _forget_version()
+        try:
+            yield options
+        finally:
+            _forget_version()
+
+
+def _forget_version() -> None:
+    """Triton remembers the version of its ptxas, a part of the names in its cache."""
+    from triton.backends.nvidia import compiler
+
+    remembered = getattr(compiler, "get_ptxas_version", None)
+    if hasattr(remembered, "cache_clear"):
+        remembered.cache_clear()
 
 
 def sound_options(device: torch.device | int) -> Mapping[str, int]:

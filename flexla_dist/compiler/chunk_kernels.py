@@ -17,7 +17,7 @@ from flexla_dist.compiler.column_sums import ColumnSums, column_sums, whole_sums
 from flexla_dist.compiler.free_dims import free_chunk_dim, rank_of, summed_dim
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.kernels import Kernel, buffer_name
-from flexla_dist.compiler.kinds import HEAVY, SLOW, VECTOR_SUMS, VIEWS
+from flexla_dist.compiler.kinds import HEAVY, SLOW, VECTOR_SUMS, VIEWS, pair_of_sums
 from flexla_dist.compiler.liveness import most_alive
 from flexla_dist.compiler.walks import Walks
 from flexla_dist.shapes import UNIT_DIM
@@ -195,8 +195,9 @@ class ChunkKernels(Walks):
     @staticmethod
     def _few_products(body: list[fx.Node]) -> bool:
         products = sum(node.target is ops.matmul for node in body)
-        heavy = sum(node.target in HEAVY for node in body)
-        return products <= MAX_PRODUCTS and heavy <= MAX_HEAVY
+        heavy = [node for node in body if node.target in HEAVY and node.target not in VECTOR_SUMS]
+        pairs = {pair_of_sums(node) for node in body if node.target in VECTOR_SUMS}
+        return products <= MAX_PRODUCTS and len(heavy) + len(pairs) <= MAX_HEAVY
 
     def _cheapest_cut(
         self, body: list[fx.Node], pending: list[fx.Node], results: dict[str, fx.Node]

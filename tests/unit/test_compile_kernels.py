@@ -10,6 +10,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from flexla_dist import assembler
 from flexla_dist.compiler import aot
 from flexla_dist.compiler.aot import CompiledInfo, CompileTask, compile_ahead, describe_call
 from flexla_dist.compiler.aot_pool import CompilePool
@@ -110,6 +111,7 @@ def test_kernels_made_ahead_are_those_of_a_call(tmp_path, monkeypatch) -> None: 
     found: list[bool] = []
     monkeypatch.setattr(launch, "check_sizes", lambda *_: None)  # tensors of this call are on a CPU
     monkeypatch.setattr(triton.runtime.driver, "_active", FakeDriver(), raising=False)
+    monkeypatch.setattr(assembler, "_capability", lambda device: 90)
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, cache_hit, **_: found.append(cache_hit)
     )

@@ -103,6 +103,16 @@ def test_numbers_are_multiplied_at_once() -> None:
     assert stored == [["q"], ["state"]] and later == ["mul"]
 
 
+def test_signs_come_after() -> None:
+    for sides, after in ((("q",), ["neg"]), (("state",), ["neg"]), (("q", "state"), [])):
+        _, later, stored = rewritten(
+            lambda b, a, sides=sides: b.matmul(  # type: ignore[misc]
+                *(b.emit(ops.neg, a[x]) if x in sides else a[x] for x in ("q", "state"))
+            )
+        )
+        assert stored == [["q"], ["state"]] and later == after
+
+
 def test_padding_that_is_selected_stays() -> None:
     _, later, stored = rewritten(
         lambda b, a: b.matmul(scaled(b, padded(b, a, a["q"]), 0.5, row(b, a["w"])), a["state"])

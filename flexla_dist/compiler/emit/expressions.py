@@ -423,6 +423,19 @@ def _vector_decay(e: Expressions, node: fx.Node) -> Tile:
     return e.define(node, f"{name}({operands}, tile_C, tile_{width}, {strict}, MODE)", zero)
 
 
+def emit_pair(e: Expressions, rows: fx.Node, cols: fx.Node) -> None:
+    """`decay_rows(p, k, ...)` and `decay_cols(p, q, ...)` of the same p and gates, by one call that
+    forms the decays once."""
+    p, k, b_row, b_col = (e.wide(x) for x in rows.args)
+    width = e.tiles[rows.args[2]].dims[1]  # type: ignore[index]
+    operands = ", ".join((p, e.wide(cols.args[1]), k, b_row, b_col))
+    strict = bool(rows.kwargs["strict"])
+    call = f"{e.helper('decay_rows_cols')}({operands}, tile_C, tile_{width}, {strict}, MODE)"
+    for node, at in ((rows, 0), (cols, 1)):
+        call = e.writer.assign("both", call) if at == 0 else call
+        e.tiles[node] = e.define(node, f"{call}[{at}]", e.tiles[node.args[1]].zero)  # type: ignore[index]
+
+
 @handler(ops.decay_scan, ops.decay_scan_reverse)
 def _scan(e: Expressions, node: fx.Node) -> Tile:
     name = e.helper(OPERATORS[node.target].name)  # type: ignore[index]

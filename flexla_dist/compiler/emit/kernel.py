@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from flexla_dist.compiler.emit.expressions import value_name
+from flexla_dist.compiler.emit.expressions import emit_pair, value_name
 from flexla_dist.compiler.emit.memory import TOKEN_ROLES, Memory
 from flexla_dist.compiler.emit.tiles import index_name, shape_text
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.kernels import Kernel, Schedule
-from flexla_dist.compiler.liveness import emission_order, held_values
+from flexla_dist.compiler.kinds import VECTOR_SUMS, pair_of_sums
+from flexla_dist.compiler.liveness import cheap_values, emission_order, held_values
 from flexla_dist.compiler.passes.padding import is_valid_mask
 from flexla_dist.shapes import TOKEN_DIM
 from flexla_dist.spec.spec import LinearAttentionSpec
@@ -114,6 +115,13 @@ class _Emitter(Memory):
         steps = emission_order(kernel.loads, kernel.body, kernel.stores.values())
         held = held_values(kernel.loads, kernel.body)
         for at, node in enumerate(steps):
+            partner = self._partner(node, steps[at + 1 :])
+            if partner is not None:
+                for x in (*node.args, *partner.args):
+                    if isinstance(x, fx.Node):
+                        self._need(x)
+                rows_first = node.target is ops.decay_rows
+                emit_pair(self.expressions, *((node, partner) if rows_first else (partner, node)))
             self._need(node)
             for name in names.pop(node, ()):
                 self._store_result(name, node)
@@ -123,6 +131,16 @@ class _Emitter(Memory):
             self._need(node)
             for name in rest:
                 self._store_result(name, node)
+
+    def _partner(self, node: fx.Node, later: list[fx.Node]) -> fx.Node | None:
+        """The other sum over the same pairs under the same decay, if its operand is there too."""
+        there = self.expressions.tiles
+        if node.target not in VECTOR_SUMS or node in there:
+            return None
+        others = [x for x in later if x.target in VECTOR_SUMS and x.target is not node.target]
+        alike = [x for x in others if x not in there and pair_of_sums(x) == pair_of_sums(node)]
+        known = cheap_values(self.kernel.loads, self.kernel.body).union(there)
+        return next((x for x in alike if x.args[1] in known), None)
 
     def _near(self, node: fx.Node) -> set[fx.Node]:
         """What a step needs that is not there, and what it reads."""

@@ -134,7 +134,8 @@ def _check_chunks(problem: Problem) -> None:
 def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: int) -> Launch:
     """Column tile, warps and stages by the kind of kernel and the sizes.
 
-    `shrink` halves the column tile that many times, for devices with less shared memory.
+    `shrink` halves the column tile that many times, for devices with less shared memory; loops that
+    look three steps ahead look two ahead first.
     """
     column = problem.size(schedule.column)
     width = power_of_two(column)
@@ -153,7 +154,11 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         tile = min(width, 32 if narrow else 64)
         several = schedule.mixed and (widest > 64 or wide)  # a state beside the tiles of another
         warps = 8 if whole_rows and (widest > 128 or several) else 4
-        return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
+        # One program a processor waits for memory: loads go two steps ahead where there is room.
+        if wide or schedule.mixed or widest > 128:
+            return Launch(max(MIN_TILE, tile >> shrink), warps, 2)
+        stages, halvings = (3, 0) if shrink == 0 else (2, shrink - 1)
+        return Launch(max(MIN_TILE, tile >> halvings), warps, stages)
     scans = any(
         node.target is ops.decay_scan_reverse
         for other in _sharing_parts(schedule, kernel)

@@ -129,6 +129,11 @@ def _product(b: Builder, m: Match) -> Operand | None:
     return _times(b, out, [*scalars, *columns])
 
 
+def _negated(b: Builder, m: Match) -> Operand:
+    """A value and its negative need not both be kept for later kernels."""
+    return b.emit(ops.neg, b.matmul(m["a"], m["b"]))
+
+
 def _whole(b: Builder, operand: Operand_) -> fx.Node:
     """An operand put together again."""
     out = operand.core
@@ -139,5 +144,7 @@ def _whole(b: Builder, operand: Operand_) -> fx.Node:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("sign of the left", call(ops.matmul, call(ops.neg, any_("a")), any_("b")), _negated),
+    Rule("sign of the right", call(ops.matmul, any_("a"), call(ops.neg, any_("b"))), _negated),
     Rule("scale of an operand", call(ops.matmul, any_("a"), any_("b")), _product),
 )
