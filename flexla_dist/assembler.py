@@ -76,9 +76,9 @@ def _forget_version() -> None:
     """Triton remembers the version of its ptxas, a part of the names in its cache."""
     from triton.backends.nvidia import compiler
 
-    remembered = getattr(compiler, "get_ptxas_version", None)
-    if hasattr(remembered, "cache_clear"):
-        remembered.cache_clear()
+    forget = getattr(getattr(compiler, "get_ptxas_version", None), "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 def sound_options(device: torch.device | int) -> Mapping[str, int]:
