@@ -30,6 +30,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "packed": {"tokens": 300, "documents": (0, 64, 64, 65, 300)},
 }
 TASK = Task()
+PASSES = {"gsa": 2}  # attention over slots, then a read of them: each rounds its operands
 STEPS = 200
 LOSS = 0.1  # of 2.08 at the start; on the CPU all specs are below 0.01
 FIRST_LOSSES = 20  # steps for which both executors walk the same path
@@ -57,7 +58,8 @@ def test_matches_the_recurrence(name: str, shape: str, dtype: torch.dtype) -> No
     got = run_op(operator(name), call, "triton")
     plan = operator(name).last_plan
     assert plan is not None and plan.executor == "triton"
-    bad = out_of_bounds(spec, call, got, run_oracle(spec, call))
+    passes = PASSES.get(name, 1) if dtype == torch.bfloat16 else 1
+    bad = out_of_bounds(spec, call, got, run_oracle(spec, call), passes)
     assert not bad, f"{name}: errors (all, worst chunk) out of bounds: {bad}"
 
 

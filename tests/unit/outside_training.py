@@ -83,9 +83,12 @@ def run_oracle(spec: LinearAttentionSpec, call: CallInputs) -> Results:
 
 
 def out_of_bounds(
-    spec: LinearAttentionSpec, call: CallInputs, got: Results, want: Results
+    spec: LinearAttentionSpec, call: CallInputs, got: Results, want: Results, passes: int = 1
 ) -> dict[str, tuple[float, float]]:
-    """Results whose error (all, worst chunk) exceeds what their dtype allows."""
+    """Results whose error (all, worst chunk) exceeds what their dtype allows.
+
+    passes: of linear attention that follow each other; their independent errors add in square.
+    """
     (dtype,) = {x.dtype for x in call.inputs.values()}
     bounds = BOUNDS[dtype]
     gates = {f"d{name}" for name, item in spec.input_specs.items() if item.log_decay}
@@ -94,6 +97,7 @@ def out_of_bounds(
         tokens = name == "o" or name[1:] in call.inputs
         report = measure(x, want[name], dim=1 if tokens else None)
         bound = bounds.gate_gradient if name in gates else bounds.of(name)
+        bound *= passes**0.5
         if not report.within(bound):
             bad[name] = (report.ratio, report.worst_chunk)
     return bad

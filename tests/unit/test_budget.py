@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.budget import BOUNDS, check, measure
 from flexla_dist.testing.inputs import make_inputs
+from scaling_runs import plain_chunk
 
 
 def tensor() -> torch.Tensor:
@@ -72,3 +74,47 @@ def test_inputs_are_seeded_and_heads_have_different_gates() -> None:
     half = a.to(torch.bfloat16)
     assert half.inputs["g"].dtype == torch.bfloat16 and half.initial_state.dtype == torch.float32
     assert set(a.leaves()) == {*spec.inputs, "initial_state"}
+
+
+def test_chunks_of_gates_in_sixteen_bits() -> None:
+    """The one wider rule, and where it does not hold."""
+    narrow, full = BOUNDS[torch.bfloat16], BOUNDS[torch.float32]
+    assert narrow.of_chunk("dg") == 6 * narrow.of("dg")
+    assert narrow.of_chunk("dq") == 3 * narrow.of("dq")
+    assert narrow.of_chunk("o") == 3 * narrow.of("o")
+    assert full.of_chunk("dg") == 3 * full.of("dg")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_plain_bfloat16_run_needs_the_rule_of_gates() -> None:
+    """PyTorch's autograd through the plain chunk form: more than 3 times the bound, less than 6."""
+    spec = get_variant("lightning")
+    worst = 0.0
+    for seed in range(3):
+        call = make_inputs(
+            spec,
+            batch=1,
+            tokens=16384,
+            heads=1,
+            value_heads=2,
+            sizes={"K": 128, "V": 128},
+            dtype=torch.bfloat16,
+            seed=seed,
+        )
+        g = torch.Generator().manual_seed(seed + 1)
+        like = call.inputs["v"]
+        grad = torch.randn(like.shape, generator=g).to(like.dtype)
+        q, k = (call.inputs[name].detach().expand(-1, -1, 2, -1) for name in "qk")
+        v, gate = (call.inputs[name].detach() for name in "vg")
+        gate.requires_grad_()
+        out = plain_chunk.simple_gla(q, k, v, gate, **call.scalars)
+        (got,) = torch.autograd.grad(out, gate, grad)
+        exact = {n: x.detach().double().requires_grad_() for n, x in call.inputs.items()}
+        wanted = compile(spec)(**exact, **call.scalars)[0]
+        (want,) = torch.autograd.grad(wanted, exact["g"], grad.double())
+        report = measure(got, want, dim=1)
+        assert report.ratio < BOUNDS[torch.bfloat16].of("dg")
+        worst = max(worst, report.worst_chunk)
+    bound = BOUNDS[torch.bfloat16].of("dg")
+    assert 3 * bound < worst < 6 * bound
