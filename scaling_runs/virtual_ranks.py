@@ -11,9 +11,8 @@ exchange's flags set beforehand (`ideal_same_plan`: what is left is the plan's o
 shard as a sequence of its own (`ideal_best`: no summaries, no exchange). `overhead` is the time
 over that of ideal_same_plan. With `--delays` every message is held up that many microseconds;
 `slope` is the added time over the added delay of W - 1 hops: the part that nothing hides.
-`groups` are the heads of each group that is exchanged on its own, as `SequenceParallelLA` chooses
-them or as `--groups` says; ideal_same_plan has the same ones. Rows without groups are older than
-these: all heads were exchanged at once. `--programs` limits the programs that exchange for a rank:
+`groups` are the heads of each group that is exchanged on its own, all or as `--groups` says;
+ideal_same_plan has the same ones. In rows without groups all heads were exchanged at once. `--programs` limits the programs that exchange for a rank:
 while they wait they take room from other kernels.
 
 Outputs and gradients are first compared with the unsharded operator on the batched executor, and

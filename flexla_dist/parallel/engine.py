@@ -138,11 +138,8 @@ class DeviceCarrier:
     _choice: Choice | None = None
 
     def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
-        """Those that are asked for, or those that the executor takes for shards of mean length."""
-        if self.wanted is not None:
-            return cut_heads(self.wanted, problem.heads)
-        found: Groups = executor.head_groups(problem, plan.offsets[-1] // plan.size)
-        return found
+        """Those that are asked for, or all heads at once."""
+        return cut_heads(1 if self.wanted is None else self.wanted, problem.heads)
 
     def begin(
         self,

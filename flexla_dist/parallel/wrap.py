@@ -158,8 +158,8 @@ def SequenceParallelLA(
             torch.distributed; "auto": by kernels where states are plain fp32 ones on GPUs that
             share a symmetric heap. `exchange_plan` tells what ran.
         groups: of heads. Kernels exchange the states of one group beside those that compute
-            another. How many groups there are, or a tuple of the heads in each; None: two, or one
-            where half of the heads would not fill the GPU. The host engine takes all at once.
+            another. How many groups there are, or a tuple of the heads in each; None: all heads at
+            once, as the host engine always does.
     Raises UnsupportedLayerError for other layers and for a layer that is wrapped already,
     ShardingError for a wrong mesh. The first call raises EngineRefused, a ShardingError and
     HeapError, on every rank if backend="device" cannot be had.

@@ -1,11 +1,10 @@
-"""Which groups of heads a call takes, and into how many segments its scans are cut then."""
+"""What groups of heads are, and into how many segments its scans are cut then."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -19,26 +18,7 @@ from .compiled import graphs_of
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes all heads at once"
 )
-LONG, HALVES = 16384, ((0, 16), (16, 16))
-
-
-@pytest.mark.parametrize("name", ["simple_gla", "gla", "gated_delta_rule"])
-def test_two_groups_where_half_of_the_heads_fill_the_device(name: str) -> None:
-    executor = TritonExecutor(graphs_of(name))
-
-    def groups(heads: int, tokens: int, mean: int | None = None) -> tuple[tuple[int, int], ...]:
-        sizes = {"K": 128, "V": 128}
-        problem = describe_call(
-            executor.graphs, tokens=tokens, heads=heads, sizes=sizes, dtype=torch.bfloat16
-        )
-        return executor.head_groups(problem, tokens if mean is None else mean)
-
-    assert groups(32, LONG) == HALVES
-    assert groups(32, 256) == ((0, 32),)
-    assert groups(31, LONG) == ((0, 31),)
-    assert groups(1, LONG) == ((0, 1),)
-    # A rank with few tokens does as the others do.
-    assert groups(32, 1, LONG) == groups(32, 300, LONG) == HALVES
+LONG = 16384
 
 
 @pytest.mark.parametrize("name", ["simple_gla", "gated_delta_rule"])

@@ -61,10 +61,6 @@ class TorchExecutor:
             scatter(problem.layout, slab, result, output)
         return ForwardResult(output, tuple(leave), _stack(starts))
 
-    def head_groups(self, outline: Outline, tokens: int) -> tuple[tuple[int, int], ...]:
-        """One group of heads: they are computed together."""
-        return ((0, outline.heads),)
-
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
         """Shapes that hold what `forward` saves: the states entering each slab."""
         chunks = outline.most_chunks

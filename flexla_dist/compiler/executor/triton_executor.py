@@ -30,7 +30,7 @@ from flexla_dist.compiler.executor.planned_launches import Arguments, Configured
 from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
-from flexla_dist.compiler.executor.segments import MIN_CHUNKS, Cutting
+from flexla_dist.compiler.executor.segments import Cutting
 from flexla_dist.compiler.executor.straight import PATIENCE, Straight, straight
 from flexla_dist.compiler.executor.triton_run import Plan, Run, run
 from flexla_dist.compiler.kernels import Kernel, Schedule, buffer_name
@@ -45,7 +45,6 @@ MAX_SHRINK = 4
 MOST_PLANS = 256  # plans kept; the oldest goes
 PROGRAMS_PER_PROCESSOR = {"unfused": 1, "fused": 2}
 LEAST_SEGMENTS = 4  # fewer cost more in passes over the chunks than they bring
-SHORTEST_SEGMENT = 64 * MIN_CHUNKS  # tokens, about: chunks may differ between ranks
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
 
@@ -368,23 +367,6 @@ class TritonExecutor:
         launch = launching.configuration(outline, schedule, scan, shrink=0)
         tiles = launching.column_tiles(outline, schedule, scan, launch)
         return tiles * launching.row_tiles(outline, scan)
-
-    def head_groups(self, outline: Outline, tokens: int) -> tuple[Heads, ...]:
-        """The groups of heads in which states travel, so that the exchange of one runs beside the
-        kernels of another: two, or one where half of the heads would not fill the device.
-
-        tokens: of a shard, as all ranks see it; nothing else here may differ between them.
-        """
-        heads = outline.heads
-        whole = ((0, heads),)
-        if heads == 0 or heads % 2 or interpreting():
-            return whole
-        lanes = 1 if outline.packed else outline.batch
-        segments = lanes * max(1, tokens // SHORTEST_SEGMENT)
-        programs = heads // 2 * self.scan_tiles(outline) * segments
-        if programs < launching.processors(outline.device):
-            return whole
-        return (0, heads // 2), (heads // 2, heads // 2)
 
     def _map_shape(self, outline: Outline, name: str, rows: int) -> tuple[int, ...]:
         dims = self.spec.state_dims[name]
