@@ -12,8 +12,9 @@ shard as a sequence of its own (`ideal_best`: no summaries, no exchange). `overh
 over that of ideal_same_plan. With `--delays` every message is held up that many microseconds;
 `slope` is the added time over the added delay of W - 1 hops: the part that nothing hides.
 `groups` are the heads of each group that is exchanged on its own, all or as `--groups` says;
-ideal_same_plan has the same ones. In rows without groups all heads were exchanged at once. `--programs` limits the programs that exchange for a rank:
-while they wait they take room from other kernels.
+ideal_same_plan has the same ones. In rows without groups all heads were exchanged at once.
+`--programs` limits the programs that exchange for a rank: while they wait they take room from other
+kernels.
 
 Outputs and gradients are first compared with the unsharded operator on the batched executor, and
 repeated calls with one another, bit by bit. Rows go to
