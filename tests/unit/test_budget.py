@@ -85,6 +85,45 @@ def test_chunks_of_gates_in_sixteen_bits() -> None:
     assert full.of_chunk("dg") == 3 * full.of("dg")
 
 
+def test_parameters_of_gates_in_float32() -> None:
+    """The other wider rule, and where it does not hold."""
+    full, double = BOUNDS[torch.float32], BOUNDS[torch.float64]
+    assert full.of("dA_log") == full.of("ddt_bias") == 2 * full.of("dg")
+    assert full.of("dD") == full.of("ddt") == full.of("dg")
+    assert double.of("dA_log") == double.of("dg")
+    assert BOUNDS[torch.bfloat16].of("dA_log") == BOUNDS[torch.bfloat16].of("dg")
+
+
+@pytest.mark.long
+def test_a_plain_float32_run_needs_the_rule_of_parameters() -> None:
+    """PyTorch's autograd through the plain chunk form of mamba2."""
+    spec, worst = get_variant("mamba2"), []
+    for seed in range(101, 107):
+        call = make_inputs(
+            spec,
+            tokens=1024,
+            heads=1,
+            value_heads=2,
+            sizes={"K": 64, "V": 128},
+            dtype=torch.float32,
+            seed=seed,
+        )
+        g = torch.Generator().manual_seed(seed + 1)
+        grad = torch.randn(call.inputs["v"].shape, generator=g)
+        exact = call.to(torch.float64)
+        out = compile(spec)(**exact.inputs, **exact.params, **exact.scalars)[0]
+        want = torch.autograd.grad(out, exact.params["A_log"], grad.double())[0]
+        q, k = (call.inputs[name].detach().expand(-1, -1, 2, -1) for name in "qk")
+        v, dt = (call.inputs[name].detach() for name in ("v", "dt"))
+        step = torch.nn.functional.softplus(dt + call.params["dt_bias"])
+        gate = -call.params["A_log"].exp() * step
+        plain = plain_chunk.simple_gla(q, k, v * step[..., None], gate, 1.0)
+        got = torch.autograd.grad(plain, call.params["A_log"], grad)[0]
+        worst.append(measure(got, want).ratio)
+    bound = BOUNDS[torch.float32].of("dA_log")
+    assert sorted(worst)[len(worst) // 2] > bound
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_plain_bfloat16_run_needs_the_rule_of_gates() -> None:
