@@ -140,8 +140,8 @@ def compare_whole(rows: Sequence[Mapping[str, str]], device: Device) -> list[Row
 
 
 def _call(row: Mapping[str, str]) -> tuple[str, ...]:
-    """What a row and its ideal have in common."""
-    return tuple(row[name] for name in VIRTUAL_KEY if name not in ("impl", "delay_us"))
+    """What a row and its ideal have in common; older rows have fewer columns."""
+    return tuple(row.get(name, "") for name in VIRTUAL_KEY if name not in ("impl", "delay_us"))
 
 
 def kind_of(variant: str) -> str:
