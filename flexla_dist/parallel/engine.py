@@ -25,7 +25,6 @@ from flexla_dist.comm.open_engine import EngineRefused
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 from flexla_dist.parallel.outgoing import Outgoing
-from flexla_dist.parallel.plan import SequencePlan
 from flexla_dist.parallel.runtime import GroupRuntime
 from flexla_dist.shapes import nearest
 
@@ -63,7 +62,7 @@ class Carrier(Protocol):
 
     plan: ExchangePlan | None
 
-    def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
+    def groups(self, problem: Any) -> Groups:
         """The groups of heads in which the states of such a call travel."""
 
     def begin(
@@ -92,7 +91,7 @@ class HostCarrier:
     reason: str
     plan: ExchangePlan | None = None
 
-    def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
+    def groups(self, problem: Any) -> Groups:
         """All heads at once."""
         return ((0, problem.heads),)
 
@@ -137,7 +136,7 @@ class DeviceCarrier:
     plan: ExchangePlan | None = None
     _choice: Choice | None = None
 
-    def groups(self, executor: Any, problem: Any, plan: SequencePlan) -> Groups:
+    def groups(self, problem: Any) -> Groups:
         """Those that are asked for, or all heads at once."""
         return cut_heads(1 if self.wanted is None else self.wanted, problem.heads)
 

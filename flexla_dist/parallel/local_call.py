@@ -112,7 +112,7 @@ class LocalCall:
         """The groups of heads in which states cross ranks, the same on all of them."""
         if self.carrier is None:
             return ((0, problem.heads),)
-        return self.carrier.groups(self.executor, problem, self.plan)
+        return self.carrier.groups(problem)
 
     @property
     def touches_cuts(self) -> bool:
