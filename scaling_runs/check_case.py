@@ -173,7 +173,7 @@ def judge(part: Part, got: Results, want: Results) -> Verdict:
         bound = bounds.of(name)
         column = column_of(name, part.call)
         errors[column] = max(errors.get(column, 0.0), report.ratio)
-        used = max(report.ratio / bound, report.worst_chunk / bounds.of_chunk(name))
+        used = max(report.ratio / bound, report.worst_chunk / (3 * bound))
         if used > share:
             share = used
             place = f" chunk {report.chunk_index}" if tokens else ""

@@ -76,27 +76,9 @@ def test_inputs_are_seeded_and_heads_have_different_gates() -> None:
     assert set(a.leaves()) == {*spec.inputs, "initial_state"}
 
 
-def test_chunks_of_gates_in_sixteen_bits() -> None:
-    """The one wider rule, and where it does not hold."""
-    narrow, full = BOUNDS[torch.bfloat16], BOUNDS[torch.float32]
-    assert narrow.of_chunk("dg") == 6 * narrow.of("dg")
-    assert narrow.of_chunk("dq") == 3 * narrow.of("dq")
-    assert narrow.of_chunk("o") == 3 * narrow.of("o")
-    assert full.of_chunk("dg") == 3 * full.of("dg")
-
-
-def test_parameters_of_gates_in_float32() -> None:
-    """The other wider rule, and where it does not hold."""
-    full, double = BOUNDS[torch.float32], BOUNDS[torch.float64]
-    assert full.of("dA_log") == full.of("ddt_bias") == 2 * full.of("dg")
-    assert full.of("dD") == full.of("ddt") == full.of("dg")
-    assert double.of("dA_log") == double.of("dg")
-    assert BOUNDS[torch.bfloat16].of("dA_log") == BOUNDS[torch.bfloat16].of("dg")
-
-
 @pytest.mark.long
-def test_a_plain_float32_run_needs_the_rule_of_parameters() -> None:
-    """PyTorch's autograd through the plain chunk form of mamba2."""
+def test_a_plain_float32_run_misses_the_bound_of_a_gates_parameter() -> None:
+    """How strict it is for a sum over all tokens: PyTorch's autograd, plain form of mamba2."""
     spec, worst = get_variant("mamba2"), []
     for seed in range(101, 107):
         call = make_inputs(
@@ -126,8 +108,9 @@ def test_a_plain_float32_run_needs_the_rule_of_parameters() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_plain_bfloat16_run_needs_the_rule_of_gates() -> None:
-    """PyTorch's autograd through the plain chunk form: more than 3 times the bound, less than 6."""
+def test_a_plain_bfloat16_run_misses_the_rule_of_chunks() -> None:
+    """How strict it is for the gate of a slow decay: PyTorch's autograd, plain chunk form, keeps the
+    bound of the whole tensor and misses that of a chunk."""
     spec = get_variant("lightning")
     worst = 0.0
     for seed in range(3):
@@ -155,5 +138,4 @@ def test_a_plain_bfloat16_run_needs_the_rule_of_gates() -> None:
         report = measure(got, want, dim=1)
         assert report.ratio < BOUNDS[torch.bfloat16].of("dg")
         worst = max(worst, report.worst_chunk)
-    bound = BOUNDS[torch.bfloat16].of("dg")
-    assert 3 * bound < worst < 6 * bound
+    assert worst > 3 * BOUNDS[torch.bfloat16].of("dg")
