@@ -109,7 +109,7 @@ def test_a_plain_float32_run_misses_the_bound_of_a_gates_parameter() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_plain_bfloat16_run_misses_the_rule_of_chunks() -> None:
-    """How strict it is for the gate of a slow decay: PyTorch's autograd, plain chunk form, keeps the
+    """How strict it is for the gate of a slow decay: PyTorch's autograd, plain form, keeps the
     bound of the whole tensor and misses that of a chunk."""
     spec = get_variant("lightning")
     worst = 0.0
