@@ -70,6 +70,19 @@ def test_signs_and_terms_between() -> None:
     assert products == 2
 
 
+@pytest.mark.parametrize("negative", [0, 1])
+def test_opposite_signs(negative: int) -> None:
+    """q exp(x) - q y and -q exp(x) + q y."""
+
+    def build(b: Builder, q: Any, k: Any, x: Any, y: Any, w: Any) -> Any:
+        terms = [mul(b, q, b.emit(ops.exp, x)), mul(b, q, y)]
+        terms[negative] = b.emit(ops.neg, terms[negative])
+        return b.emit(ops.add, *terms)
+
+    _, products = rewritten(build)
+    assert products == 1
+
+
 def test_factors_deep_in_a_term() -> None:
     """(y (q 0.5)) w + (q 0.5) x is (q 0.5) (y w + x)."""
 
