@@ -193,9 +193,12 @@ def _on_load(
 
 
 def calls_nvshmem(metadata_group: dict[str, str]) -> bool:
-    """Whether the PTX among a kernel's files has NVSHMEM's device code in it."""
+    """Whether the code among a kernel's files has NVSHMEM's device code in it.
+
+    Triton may keep the machine code alone; its symbols have the same names.
+    """
     return any(
-        file.endswith(".ptx") and _DEVICE_STATE in Path(path).read_bytes()
+        file.endswith((".ptx", ".cubin")) and _DEVICE_STATE in Path(path).read_bytes()
         for file, path in metadata_group.items()
     )
 
