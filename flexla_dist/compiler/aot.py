@@ -226,8 +226,10 @@ def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> Compi
     backend = make_backend(GPUTarget(kind, arch, warp))
     function = launch.function
     keywords = dict(launch.keywords)
-    if kind != "cuda" and "MODE" in keywords:
-        keywords["MODE"] = "ieee"
+    if kind != "cuda":
+        keywords.pop("maxnreg", None)
+        if "MODE" in keywords:
+            keywords["MODE"] = "ieee"
     keywords |= {"debug": function.debug or False, "instrumentation_mode": ""}
     binder = create_function_from_signature(function.signature, function.params, backend)
     with assembling(int(arch) if kind == "cuda" else 0) as sound:

@@ -39,6 +39,7 @@ from torch import fx
 from flexla_dist.compiler.chunk_kernels import ChunkKernels
 from flexla_dist.compiler.column_sums import whole_sums
 from flexla_dist.compiler.free_dims import free_row_dim, mixes_columns
+from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
 from flexla_dist.compiler.kernels import Kernel, Schedule
 from flexla_dist.compiler.kinds import HEAVY
@@ -83,7 +84,10 @@ class _Scheduler(ChunkKernels):
     ) -> None:
         """A scan that computes the results too; first what a serial loop should not compute."""
         early = self.wanted_before_loop([*carried.values(), *maps.values()], 1)
+        body, loads = self.body_of([*results.values(), *carried.values()])
         extra = [x for x in self.slow_below(results.values(), 1) if x not in early]
+        if not any(x.target in HEAVY or x.target is ops.matmul for x in body):
+            extra = [x for x in extra if not self._from_the_same(x, loads)]
         heavy = [x for x in extra if any(n.target in HEAVY for n in self.body_of([x])[0])]
         early += [x for x in extra if x not in heavy]
         self.add_chunks("before_scan", sorted(early, key=self.order.__getitem__))
@@ -95,6 +99,12 @@ class _Scheduler(ChunkKernels):
         loads = [node for node in loads if node not in carried]
         scan = Kernel("scan", "scan", tuple(loads), tuple(body), results, carried, history=False)
         self.add_kernel(scan)
+
+    def _from_the_same(self, node: fx.Node, loads: list[fx.Node]) -> bool:
+        """Is a tile made of what a loop loads anyway? A loop without products waits for memory, so
+        that it makes such a tile itself sooner than it reads one more."""
+        tile = len(node.meta["dims"]) > 1
+        return tile and set(self.body_of([node])[1]).issubset(loads)
 
     def _add_decays(self, decays: dict[str, fx.Node]) -> None:
         if decays:

@@ -234,7 +234,9 @@ class _Emitter(Memory):
                 self._load(node)
         for node in self.kernel.carried:
             self._load_carried(node)
-        with w.block("for step in range(0, count):"):
+        # Named here, they hold for all loads of the loop, else for operands of products alone.
+        stages = self._constant("STAGES")
+        with w.block(f"for step in tl.range(0, count, num_stages={stages}):"):
             at = "count - 1 - step" if self.kernel.kind == "reverse" else "step"
             w.line(f"at = {at}")
             w.line("chunk = first_chunk + at")

@@ -21,7 +21,7 @@ RESERVED = (
     *device.__all__,
     *("tl", "triton", "unit", "head", "tile", "rows", "chunk", "lane", "first", "start", "length"),
     *("document", "first_chunk", "count", "first_token", "tokens", "step", "at"),
-    *("row_tile", "num_row_tiles", "KEEP", "part", "first_head"),
+    *("row_tile", "num_row_tiles", "KEEP", "STAGES", "part", "first_head"),
     *("T", "HV", "MODE", "PACKED", "num_tiles", "num_chunks", "num_tokens", "chunks_per_lane"),
     *("chunk_start", "chunk_length", "document_chunk", "document_start", "float"),
 )

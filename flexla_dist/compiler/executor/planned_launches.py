@@ -211,7 +211,7 @@ class LaunchPlanner:
                 name: self.constant(name, kernel, launch, tiles, keep, columns)
                 for name in built.emitted.constants
             }
-            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            options = launch.options(problem.device)
             rows = launching.row_tiles(problem, kernel)
             found = Configured(tiles, rows, constants, options)
             self.executor.configured[key] = found
@@ -280,6 +280,7 @@ class LaunchPlanner:
         packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
         return {
             "KEEP": keep,
+            "STAGES": launch.num_stages,
             "num_row_tiles": launching.row_parts(self.problem, kernel),
             "HV": problem.heads,
             "MODE": launching.dot_mode(problem.output_dtype),
