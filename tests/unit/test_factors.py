@@ -83,6 +83,23 @@ def test_opposite_signs(negative: int) -> None:
     assert products == 1
 
 
+@pytest.mark.parametrize("signs", ["++", "+-", "-+", "--"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_term_that_occurs_twice(signs: str, shared: bool) -> None:
+    """q x + q x + q y, as the gradient of a square has it: only one of the equal terms is joined
+    with the third, and each keeps its sign, also where both come from one sum."""
+
+    def build(b: Builder, q: Any, k: Any, x: Any, y: Any, w: Any) -> Any:
+        one = mul(b, q, x)
+        if shared:
+            one = b.emit(ops.add, one, k)
+        first, second = (ops.add if sign == "+" else ops.sub for sign in signs)
+        return b.emit(second, b.emit(first, one, one), mul(b, q, y))
+
+    _, products = rewritten(build)
+    assert products < 3
+
+
 def test_factors_deep_in_a_term() -> None:
     """(y (q 0.5)) w + (q 0.5) x is (q 0.5) (y w + x)."""
 

@@ -55,7 +55,8 @@ def _across(b: Builder, m: Match) -> Operand | None:
         reached = b.emit(ops.total, b.emit(ops.tril, until, diagonal=0), dim=-2)
         across = b.emit(ops.sub, reached, b.emit(ops.total, value, dim=-2))
         nothing = b.expand(0.0, TOKENS)
-        rest = replaced(b, m["x"], {pair.rows: nothing, pair.columns: nothing})
+        gone = {(pair.rows, pair.sign): nothing, (pair.columns, -pair.sign): nothing}
+        rest = replaced(b, m["x"], gone)
         others = b.emit(ops.cumsum, rest, dim=-1, reverse=True)
         return b.emit(ops.add if pair.sign > 0 else ops.sub, others, across)
     return None

@@ -44,7 +44,8 @@ def _below(b: Builder, total: fx.Node) -> fx.Node:
 def _totals(b: Builder, found: list[Signed]) -> Substitution | None:
     for pair in rows_less_columns(found):
         if highest_diagonal(pair.value) == 0:
-            return {x: _below(b, x) for x in (pair.rows, pair.columns)}
+            signed = ((pair.rows, pair.sign), (pair.columns, -pair.sign))
+            return {term: _below(b, term[0]) for term in signed}
     return None
 
 
@@ -95,7 +96,10 @@ def _products_apart(b: Builder, found: list[Signed]) -> Substitution | None:
     for at, (first, sign, x, s, own) in enumerate(known):
         for second, other, y, t, same in known[at + 1 :]:
             if other == -sign and own == same and s.args[0] is t.args[0]:
-                return {first: b.emit(ops.mul, x, s), second: b.emit(ops.mul, y, t)}
+                return {
+                    (first, sign): b.emit(ops.mul, x, s),
+                    (second, other): b.emit(ops.mul, y, t),
+                }
     return None
 
 

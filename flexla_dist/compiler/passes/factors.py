@@ -67,7 +67,7 @@ def _factored(b: Builder, m: Match) -> Operand | None:
             inner = b.emit(ops.add if sign == other else ops.sub, x, y)
             joined = b.emit(ops.mul, _product(b, both), inner)
             zero = b.expand(0.0, dims_of(outer))
-            return replaced(b, outer, {first: joined, second: zero})
+            return replaced(b, outer, {(first, sign): joined, (second, other): zero})
     return None
 
 

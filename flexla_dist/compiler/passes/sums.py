@@ -1,6 +1,7 @@
 """Sums read as signed terms, and triangles of pairs of tokens: what patterns of gradients look for.
 
-Contract: `terms` and `highest_diagonal` only read; `replaced` re-emits a sum with other terms.
+Contract: `terms` and `highest_diagonal` only read; `replaced` re-emits a sum with other terms. A
+value may be a term several times, with either sign: a term is one occurrence, not the value.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PAIR = (TOKEN_DIM, TOKEN_DIM)
 _DECAYS = (ops.decay_matrix, ops.decay_scores)
 
 Signed = tuple[fx.Node, int]
-Substitution = Mapping[fx.Node, fx.Node]
+Substitution = Mapping[Signed, Operand]
 
 
 def terms(node: Operand, sign: int = 1) -> Iterator[Signed]:
@@ -36,15 +37,21 @@ def terms(node: Operand, sign: int = 1) -> Iterator[Signed]:
 
 
 def replaced(b: Builder, node: Operand, by: Substitution) -> Operand:
-    """The same sum with some of its terms replaced."""
+    """The same sum with some of its terms replaced: of each term given, one occurrence with that
+    sign, whose place and sign the new value takes."""
+    return _replaced(b, node, 1, dict(by))
+
+
+def _replaced(b: Builder, node: Operand, sign: int, left: dict[Signed, Operand]) -> Operand:
     if not isinstance(node, fx.Node):
         return node
-    if node in by:
-        return by[node]
-    if node.target in (ops.add, ops.sub, ops.neg):
-        new = [replaced(b, x, by) for x in node.args]  # type: ignore[arg-type]
-        if any(x is not y for x, y in zip(new, node.args, strict=True)):
-            return b.emit(node.target, *new)
+    if node.target not in (ops.add, ops.sub, ops.neg):
+        return left.pop((node, sign), node)
+    last = sign if node.target is ops.add else -sign
+    signs = (last,) if node.target is ops.neg else (sign, last)
+    new = [_replaced(b, x, s, left) for x, s in zip(node.args, signs, strict=True)]  # type: ignore[arg-type]
+    if any(x is not y for x, y in zip(new, node.args, strict=True)):
+        return b.emit(node.target, *new)
     return node
 
 
