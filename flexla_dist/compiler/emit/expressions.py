@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -33,7 +34,7 @@ _UNARY: dict[Callable[..., Any], str] = {
     ops.sigmoid: "tl.sigmoid({0})",
     ops.logsigmoid: "logsigmoid({0})",
     ops.softplus: "softplus({0})",
-    ops.tanh: "2.0 * tl.sigmoid(2.0 * {0}) - 1.0",
+    ops.tanh: "tanh({0})",
     ops.sqrt: "tl.sqrt({0})",
     ops.rsqrt: "tl.rsqrt({0})",
     ops.absolute: "tl.abs({0})",
@@ -53,12 +54,14 @@ _BINARY: dict[Callable[..., Any], str] = {
     ops.greater_equal: "{0} >= {1}",
     ops.greater: "{0} > {1}",
     ops.equal: "{0} == {1}",
-    ops.logical_and: "{0} & {1}",
-    ops.logical_or: "{0} | {1}",
+    ops.logical_and: "({0} != 0) & ({1} != 0)",  # masks come back from memory as numbers
+    ops.logical_or: "({0} != 0) | ({1} != 0)",
 }
 _ODD = frozenset(  # f(0) = 0: zeros beyond the size stay zeros
     {ops.neg, ops.expm1, ops.log1p, ops.tanh, ops.sqrt, ops.absolute, ops.sign, ops.sin}
 )
+_WILD = frozenset({ops.log, ops.rsqrt})  # not finite at zero
+_GROWING = frozenset({ops.exp, ops.expm1, ops.log1p, ops.sqrt})  # maybe not finite but at zero
 
 
 def number(value: float) -> str:
@@ -110,7 +113,7 @@ class Expressions:
         if tile.wide:
             return tile.name
         name = self.writer.assign(f"{tile.name}_f32", f"{tile.name}.to(tl.float32)")
-        self.tiles[x] = Tile(name, tile.dims, True, tile.zero)
+        self.tiles[x] = replace(tile, name=name, wide=True)
         self.narrow[x] = tile
         return name
 
@@ -140,7 +143,23 @@ class Expressions:
         if origin is not None:
             note += f", {origin.file.rsplit('/', 1)[-1]}:{origin.line}: {origin.text}"
         name = self.writer.assign(value_name(node), text, note.strip(", "))
-        return Tile(name, node.meta["dims"], True, zero & self.uneven)
+        wild = self._wild(node)
+        return Tile(name, node.meta["dims"], True, (zero & self.uneven) - wild, wild)
+
+    def _wild(self, node: fx.Node) -> frozenset[str]:
+        """Dims in which entries beyond the size may be infinite or NaN."""
+        operands = [self.tiles.get(x) if isinstance(x, fx.Node) else None for x in node.args]
+        known = [tile for tile in operands if tile is not None]
+        found = set().union(*(tile.wild for tile in known))
+        fn, last = node.target, operands[-1] if operands else None
+        if last is not None:
+            exponent = node.kwargs.get("exponent", 1.0)
+            whole = fn is not ops.power or float(exponent).is_integer()  # type: ignore[arg-type]
+            if fn is ops.div or fn in _WILD or (fn is ops.power and exponent < 0):  # type: ignore[operator]
+                found.update(last.dims)
+            elif fn in _GROWING or not whole:
+                found.update(set(last.dims) - last.zero)
+        return frozenset(found) & self.uneven & frozenset(node.meta["dims"])
 
     def helper(self, name: str) -> str:
         """Name of a device function; the kernel's file imports it."""
@@ -194,7 +213,7 @@ class Expressions:
 
     def _call(self, pattern: str, *operands: str) -> str:
         head = pattern.split("(")[0]
-        if head in ("expm1", "log1p", "logsigmoid", "softplus"):
+        if head in ("expm1", "log1p", "logsigmoid", "softplus", "tanh"):
             self.helper(head)
         return pattern.format(*operands)
 
@@ -226,29 +245,48 @@ def value_name(node: fx.Node) -> str:
 @handler(ops.where)
 def _where(e: Expressions, node: fx.Node) -> Tile:
     mask, a, b = node.args
-    text = f"tl.where({e.wide(mask)}, {e.addend(node, 1)}, {e.addend(node, 2)})"
+    keep = e.wide(mask) if e.tiles[mask].wide else f"{e.wide(mask)} != 0"  # type: ignore[index]
+    text = f"tl.where({keep}, {e.addend(node, 1)}, {e.addend(node, 2)})"
     return e.define(node, text, e._zero(a) & e._zero(b))
 
 
 @handler(ops.power)
 def _power(e: Expressions, node: fx.Node) -> Tile:
     x, exponent = e.wide(node.args[0]), float(node.kwargs["exponent"])  # type: ignore[arg-type]
-    if exponent == int(exponent) and 1 <= abs(exponent) <= 4:
-        product = " * ".join([x] * int(abs(exponent)))
-        return e.define(node, product if exponent > 0 else f"1.0 / ({product})")
+    if exponent == 0.0:
+        dims = node.meta["dims"]
+        scalar = all(dim == UNIT_DIM for dim in dims)
+        return e.define(node, "1.0" if scalar else f"tl.full({shape_text(dims)}, 1.0, tl.float32)")
+    if exponent.is_integer():
+        zero = e._zero(node.args[0]) if exponent > 0 else frozenset()
+        product = _repeated(e, x, int(abs(exponent)))
+        return e.define(node, product if exponent > 0 else f"1.0 / ({product})", zero)
     return e.define(node, f"tl.exp({exponent!r} * tl.log({x}))")
 
 
+def _repeated(e: Expressions, x: str, count: int) -> str:
+    """The product of so many factors x, by squares."""
+    if count <= 4:
+        return " * ".join([x] * count)
+    factors: list[str] = []
+    while True:
+        if count % 2:
+            factors.append(x)
+        count //= 2
+        if not count:
+            return " * ".join(factors)
+        x = e.writer.assign("square", f"{x} * {x}")
+
+
 def _renamed(e: Expressions, node: fx.Node) -> Tile:
-    tile = e.tiles[node.args[0]]  # type: ignore[index]
-    return Tile(tile.name, node.meta["dims"], tile.wide, tile.zero)
+    return replace(e.tiles[node.args[0]], dims=node.meta["dims"])  # type: ignore[index]
 
 
 def _moved(e: Expressions, node: fx.Node, text: str) -> Tile:
     """A change of shape keeps the storage type."""
     tile = e.stored(node.args[0])  # type: ignore[arg-type]
     name = e.writer.assign(f"{tile.name}_v", text.format(tile.name))
-    return Tile(name, node.meta["dims"], tile.wide, tile.zero)
+    return replace(tile, name=name, dims=node.meta["dims"])
 
 
 @handler(ops.unsqueeze)
@@ -282,8 +320,7 @@ def _expand(e: Expressions, node: fx.Node) -> Tile:
     x, dims = node.args[1], node.meta["dims"]
     shape = shape_text(dims)
     if all(dim == UNIT_DIM for dim in dims):
-        tile = e.tiles[x]  # type: ignore[index]
-        return Tile(tile.name, dims, tile.wide, tile.zero)
+        return replace(e.tiles[x], dims=dims)  # type: ignore[index]
     if e.tiles[x].scalar:  # type: ignore[index]
         return e.define(node, f"tl.zeros({shape}, tl.float32) + {e.wide(x)}")
     return e.define(node, f"tl.broadcast_to({e.wide(x)}, {shape})", e.tiles[x].zero)  # type: ignore[index]
@@ -417,18 +454,23 @@ def _decay_matrix(e: Expressions, node: fx.Node) -> Tile:
 def _vector_decay(e: Expressions, node: fx.Node) -> Tile:
     name = e.helper(OPERATORS[node.target].name)  # type: ignore[index]
     width = e.tiles[node.args[2]].dims[1]  # type: ignore[index]
-    operands = ", ".join(e.wide(x) for x in node.args)
+    operands = ", ".join(_bounded(e, x, width) for x in node.args)  # type: ignore[arg-type]
     strict = bool(node.kwargs["strict"])
     zero = frozenset() if node.target is ops.decay_scores else e.tiles[node.args[1]].zero  # type: ignore[index]
     return e.define(node, f"{name}({operands}, tile_C, tile_{width}, {strict}, MODE)", zero)
 
 
+def _bounded(e: Expressions, x: fx.Node, dim: str) -> str:
+    """An operand whose entries beyond the size of a dim are finite."""
+    return e.masked(x, e.tiles[x].dims.index(dim)) if dim in e.tiles[x].wild else e.wide(x)
+
+
 def emit_pair(e: Expressions, rows: fx.Node, cols: fx.Node) -> None:
     """`decay_rows(p, k, ...)` and `decay_cols(p, q, ...)` of the same p and gates, by one call that
     forms the decays once."""
-    p, k, b_row, b_col = (e.wide(x) for x in rows.args)
     width = e.tiles[rows.args[2]].dims[1]  # type: ignore[index]
-    operands = ", ".join((p, e.wide(cols.args[1]), k, b_row, b_col))
+    p, k, b_row, b_col = (_bounded(e, x, width) for x in rows.args)  # type: ignore[arg-type]
+    operands = ", ".join((p, _bounded(e, cols.args[1], width), k, b_row, b_col))  # type: ignore[arg-type]
     strict = bool(rows.kwargs["strict"])
     call = f"{e.helper('decay_rows_cols')}({operands}, tile_C, tile_{width}, {strict}, MODE)"
     for node, at in ((rows, 0), (cols, 1)):

@@ -192,6 +192,8 @@ class _Emitter(Memory):
         w.line("rows = tl.arange(0, tile_C)")
         for dim in self.dims:
             if dim == TOKEN_DIM:
+                if any(x.target is ops.size and x.kwargs["dim"] == dim for x in self.inside):
+                    self._constant(f"size_{dim}")
                 continue
             self._constant(f"size_{dim}")
             self._constant(f"tile_{dim}")

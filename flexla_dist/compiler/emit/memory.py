@@ -13,6 +13,7 @@ from flexla_dist.compiler.emit import device
 from flexla_dist.compiler.emit.expressions import Expressions, value_name
 from flexla_dist.compiler.emit.tiles import Tile, along, index_name
 from flexla_dist.compiler.emit.writer import Writer
+from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.kernels import LOOPS, Kernel, Schedule, buffer_name
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
@@ -63,6 +64,8 @@ class Memory:
             for dim in node.meta["dims"]:
                 if dim != UNIT_DIM:
                     found[dim] = None
+            if node.target is ops.size:
+                found[str(node.kwargs["dim"])] = None
         return list(found)
 
     def _constant(self, name: str) -> str:

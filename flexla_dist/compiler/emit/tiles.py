@@ -3,7 +3,8 @@
 Contract: dim `K` of a spec is `size_K` (its size) and `tile_K` (a power of two, the block) in a
 kernel. One dim, the column of the output, may be cut into several tiles; all others are whole. A
 value whose dims are all `1` is a scalar. Entries beyond the size exist in registers; `Tile.zero`
-names the dims in which they are known to be zero, and contractions mask the others.
+names the dims in which they are known to be zero, and contractions mask the others. `Tile.wild`
+names those in which they may be infinite or NaN, so that zero times them is not zero.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Tile:
     dims: Dims
     wide: bool = True
     zero: frozenset[str] = field(default_factory=frozenset)
+    wild: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def scalar(self) -> bool:

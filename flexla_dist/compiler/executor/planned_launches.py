@@ -264,6 +264,8 @@ class LaunchPlanner:
         replaced = {x.meta["dims"][-1]: columns for x in kernel.carried if columns}
         if name.startswith("size_"):
             dim = name.removeprefix("size_")
+            if dim == TOKEN_DIM:
+                return problem.layout.chunk_size
             return replaced.get(dim) or problem.size(dim)
         if name == "tile_C":
             return self.tile_c

@@ -15,7 +15,7 @@ from flexla_dist.compiler.emit.device.decay import (
     exp,
 )
 from flexla_dist.compiler.emit.device.dot import mm, mm_exact
-from flexla_dist.compiler.emit.device.elementwise import expm1, log1p, logsigmoid, softplus
+from flexla_dist.compiler.emit.device.elementwise import expm1, log1p, logsigmoid, softplus, tanh
 from flexla_dist.compiler.emit.device.rows import place_row, shift_rows, take_row
 from flexla_dist.compiler.emit.device.scan import cumsum, decay_scan, decay_scan_reverse
 from flexla_dist.compiler.emit.device.triangular import unit_tril_inverse
@@ -39,5 +39,6 @@ __all__ = [
     "shift_rows",
     "softplus",
     "take_row",
+    "tanh",
     "unit_tril_inverse",
 ]

@@ -38,3 +38,11 @@ def softplus(x):
 def logsigmoid(x):
     """log(sigmoid(x))."""
     return tl.minimum(x, 0.0) - log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def tanh(x):
+    """tanh(x), with its relative accuracy near zero."""
+    t = expm1(-2.0 * tl.abs(x))
+    size = -t / (2.0 + t)
+    return tl.where(x < 0.0, -size, size)
