@@ -98,7 +98,9 @@ def _gather_blocks(
     padding = [0] * (_PAYLOAD_WORDS - len(part))
     device = channel.ranks.control_device()
     own = torch.tensor([*header, *part, *padding], dtype=torch.int64, device=device)
-    return channel.gather_blocks(what, own).tolist()
+    found = channel.gather_blocks(what, own).tolist()
+    channel.watch.raise_error()  # on a device, what a wait that was ended left is no block
+    return found
 
 
 def _hash_words(text: str) -> list[int]:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.element import Element, State, element_tensors, with_tensors
 from flexla_dist.comm.errors import ExchangeError, TagMismatch
 from flexla_dist.comm.links import GroupRanks, all_gather_flat
@@ -80,7 +79,6 @@ class Channel:
         self.ranks = ranks
         self.watch = watch
         self.works = StreamWorks(ranks, watch)
-        self.after_backward = AfterBackward(self.works.check)
         self._sent: Sent = deque()
         self._sent_bytes = 0
         self._open: set[str] = set()

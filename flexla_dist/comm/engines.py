@@ -87,7 +87,7 @@ class DeviceEngine:
     """Exchanges of one rank by kernels; `open_engine.open_engine` makes it.
 
     heap: of the group. lookout: notices ranks that fail or end, and ends the waits. timeout:
-    seconds of a wait.
+    seconds of a wait. after_backward: checks at the end of a backward pass.
     unchecked: exchanges happened since the last `check`; no_backward: some of them in calls that no
     backward pass follows.
     """
@@ -96,9 +96,9 @@ class DeviceEngine:
     timeout: float
     lookout: Lookout = field(init=False)
     waits: KernelWaits = field(init=False)
+    after_backward: AfterBackward = field(init=False)
     unchecked: bool = field(default=False, init=False)
     no_backward: bool = field(default=False, init=False)
-    _after_backward: AfterBackward = field(init=False)
     _last_tag: Tag | None = field(default=None, init=False)
     _exchangers: dict[tuple, DeviceExchanger] = field(default_factory=dict, init=False)
     _choices: dict[tuple, Choice] = field(default_factory=dict, init=False)
@@ -108,7 +108,7 @@ class DeviceEngine:
 
     def __post_init__(self) -> None:
         self.waits = KernelWaits(self.stop_waits)
-        self._after_backward = AfterBackward(self.check)
+        self.after_backward = AfterBackward(self.check)
         if self.heap.device.type == "cuda":
             self._side = torch.cuda.Stream(self.heap.device, priority=FIRST)
             self._rescue = torch.cuda.Stream(self.heap.device)
@@ -255,7 +255,7 @@ class DeviceEngine:
     def check_after_backward(self) -> None:
         """Check once, when the backward pass that runs now has ended."""
         if not self.capturing():
-            self._after_backward.ask()
+            self.after_backward.ask()
 
     def set_timeout(self, seconds: float) -> None:
         """Seconds of a wait, from now on."""

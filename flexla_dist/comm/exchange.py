@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexla_dist.comm import agreement, transfer
+from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.channel import Channel
 from flexla_dist.comm.chooser.choose import AUTO, Choice
 from flexla_dist.comm.chooser.links import HOST
@@ -68,6 +69,7 @@ class StateExchanger:
         self._layout = _in_words(self._nodes, strategy)
         self._watch = Watch(self.ranks, timeout)
         self._channel = Channel(self.ranks, self._watch)
+        self.after_backward = AfterBackward(self._channel.works.check)
         self._surveys: dict[tuple[str, tuple[int, ...] | None, str | None], Survey] = {}
 
     def using(self, strategy: str, *, node_size: int | None = None) -> StateExchanger:
@@ -213,7 +215,7 @@ class StateExchanger:
     def check_after_backward(self) -> None:
         """Called in a backward pass: `check` at its end."""
         if self._channel.works.active:
-            self._channel.after_backward.ask()
+            self.after_backward.ask()
 
     def no_backward_follows(self) -> None:
         """Called after exchanges that no backward pass follows."""
