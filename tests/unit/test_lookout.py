@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from flexla_dist.comm import ExchangeError, ExchangeTimeout, RemoteRankError
+from flexla_dist.comm import ExchangeError, ExchangeTimeout, RemoteRankError, agreement
 from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.lookout import Waits
 from flexla_dist.comm.watch import Waiting
 
-from .lookout_doubles import Process, Rank
+from .lookout_doubles import BackendDouble, Process, Rank
 
 
 @pytest.fixture
@@ -247,6 +247,65 @@ def test_the_end_of_backward_raises_within_two_seconds(process: Process) -> None
     while rank.group.backend.aborts == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert rank.group.backend.aborts == 1
+
+
+def test_a_paused_check() -> None:
+    rank = passive(Rank().meet())
+    after = AfterBackward(rank.works.check)
+    after.paused = True
+    x = torch.zeros(2, requires_grad=True)
+    Ends.apply(x, rank, after).sum().backward()  # would wait for ever
+    assert x.grad is not None
+
+
+def test_what_an_ended_wait_left_is_no_block() -> None:
+    """A group of NCCL alone compares small values on the device."""
+    rank = passive(Rank(timeout=0.1).meet())
+
+    class ChannelDouble:
+        """Gathers what lies in memory, as after an abort."""
+
+        ranks, watch = RanksDouble(), rank.watch
+
+        def gather_blocks(self, what: str, own: torch.Tensor) -> torch.Tensor:
+            rank.post(what)
+            time.sleep(0.15)
+            look(rank, 1)
+            return torch.stack([own, own])
+
+    channel: Any = ChannelDouble()
+    with pytest.raises(ExchangeTimeout):
+        agreement.agree(channel, "shapes", (1, 2), None)
+
+
+class RanksDouble:
+    """Two ranks whose small values live on the CPU."""
+
+    size = 2
+
+    def control_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def test_a_backend_inside_of_another() -> None:
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts one that checks around each."""
+
+    class OuterDouble:
+        """Aborts nothing itself."""
+
+        def __init__(self, inner: BackendDouble) -> None:
+            self.wrapped_pg = inner
+
+        def abort(self) -> None:
+            raise AssertionError("the outer one was asked")
+
+    rank = passive(Rank(timeout=0.1).meet())
+    inner = rank.group.backend
+    rank.group._get_backend = lambda device: OuterDouble(inner)  # type: ignore[method-assign, assignment, return-value]
+    rank.post()
+    time.sleep(0.15)
+    look(rank, 1)
+    assert inner.aborts == 1
 
 
 def test_all_is_well() -> None:
