@@ -173,6 +173,7 @@ class Channel:
         group, rank, whole = self.ranks.group, self.ranks.rank, self.ranks.global_ranks
         waiting = Waiting(None, what)
         if self._on_streams(own.device):
+            self.works.forget_completed()
             start = partial(all_gather_flat, gathered.view(-1), own, group)
             with self.works.starting(waiting, own.device):
                 work = self._start(waiting, start)

@@ -60,12 +60,16 @@ class StreamWorks(Waits):
 
     @contextmanager
     def starting(self, waiting: Waiting, device: torch.device) -> Iterator[None]:
-        """Around a call that posts works on `device`: it may itself wait for other ranks."""
+        """Around a call that posts works on `device`: it may itself wait for other ranks.
+
+        Raises the failure of the group if one is known: its communicators may be gone.
+        """
         self._device = device
         self._starting = (time.monotonic(), waiting)
         if self.lookout is not None:
             self.lookout.start(self)
         try:
+            self._watch.raise_error()
             yield
         finally:
             self._starting = None
@@ -150,8 +154,14 @@ class StreamWorks(Waits):
         return None if late is None else self._watch.too_late(now - late.since, late.waiting)
 
     def end(self, error: ExchangeError) -> None:
-        """See `Waits`: abort the group's communicators, which ends their kernels."""
+        """See `Waits`: abort the group's communicators, which ends their kernels.
+
+        Not while the other thread is inside of a call that uses them, unless that hangs.
+        """
         self._watch.hear(error)
+        deadline = time.monotonic() + STARTING_SECONDS
+        while self._starting is not None and time.monotonic() < deadline:
+            time.sleep(LONGEST_PAUSE_SECONDS)
         with self._on_device():
             try:
                 backend = self._ranks.group._get_backend(self._device)

@@ -139,6 +139,24 @@ def test_a_call_that_hangs_before_it_posts(monkeypatch: pytest.MonkeyPatch) -> N
     raises_everywhere(rank, ExchangeTimeout, "in first message")
 
 
+def test_an_abort_waits_for_a_call_and_no_further_call_begins() -> None:
+    rank = passive(Rank(timeout=0.1).meet())
+    rank.post()
+    time.sleep(0.15)
+    looker = threading.Thread(target=look, args=(rank, 1))
+    with rank.works.starting(Waiting(1, "a message"), torch.device("cpu")):
+        looker.start()
+        time.sleep(0.3)
+        assert rank.watch.failed and rank.group.backend.aborts == 0
+    looker.join(10)
+    assert rank.group.backend.aborts == 1
+    with (
+        pytest.raises(ExchangeTimeout),
+        rank.works.starting(Waiting(1, "another"), torch.device("cpu")),
+    ):
+        raise AssertionError("it was posted")
+
+
 def test_a_backend_that_cannot_abort() -> None:
     rank = passive(Rank(timeout=0.1).meet())
     rank.group.backend.refuses = True
