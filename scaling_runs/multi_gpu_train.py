@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from flexla_dist.comm.open_engine import EngineRefused
 from flexla_dist.layers import LinearAttentionModel, ModelConfig
 from flexla_dist.parallel import (
+    check_exchanges,
     parallelize_sequence,
     sequence_context,
     sequence_loss,
@@ -170,6 +171,7 @@ def killed(part: Part, engine: str) -> int:
     group is broken. The loss is a rank's own, so that states alone are waited for.
     """
     rank, world = part.ranks.rank, part.ranks.world
+    _tell(part, "the group is ready")
     model = make_model(part, part.sizes.trained[0])
     parallelize_sequence(model, group=part.group, backend=engine)
     runtime_of(part.group).set_timeout(60.0)  # much longer than a rank needs to notice
@@ -181,24 +183,48 @@ def killed(part: Part, engine: str) -> int:
             _leave(part, f"rank{rank}.json", {"error": short_text(why)})
         return 0
     dist.barrier()
+    _tell(part, f"{QUIET_STEPS} quiet steps are done")
     if rank == world // 2:
         model.blocks[0].register_forward_hook(lambda *_: _die(part))
-    said = "nothing was raised"
-    try:
-        own_step(part, model, QUIET_STEPS)
-        if part.ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-    except Exception as why:
-        said = short_text(why)
-    _leave(part, f"rank{rank}.json", {"at": time.time(), "error": said})
+    found = _hear(part, model)
+    if part.ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    _leave(part, f"rank{rank}.json", {**found, "rest": time.time()})
+    _tell(part, "the device is at rest")
     if rank == 0:
         time.sleep(3.0)  # this process holds the store, by which the others hear
     return 0
 
 
+def _hear(part: Part, model: torch.nn.Module) -> dict[str, object]:
+    """Run the step in which a rank is killed. What was raised and when, left behind at once: what
+    follows may hang."""
+    name = f"rank{part.ranks.rank}.json"
+    said = "nothing was raised by the step"
+    try:
+        own_step(part, model, QUIET_STEPS)
+        _tell(part, said)
+        _leave(part, name, {"at": time.time(), "error": said})
+        check_exchanges(part.group)
+        said = "nothing was raised"
+    except Exception as why:
+        said = short_text(why)
+    found: dict[str, object] = {"at": time.time(), "error": said}
+    _leave(part, name, found)
+    _tell(part, said)
+    return found
+
+
+def _tell(part: Part, text: str) -> None:
+    """To the log at once: a rank that hangs or is killed says nothing afterwards."""
+    print(f"{time.strftime('%H:%M:%S')} {part.options.step}, rank {part.ranks.rank}: {text}",
+          flush=True)  # fmt: skip
+
+
 def _die(part: Part) -> None:
     """Be killed, as by the system; the time is noted."""
     _leave(part, KILLED, {"at": time.time(), "rank": part.ranks.rank})
+    _tell(part, "is killed now")
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from flexla_dist.comm.channel import Channel
 from flexla_dist.comm.errors import RankMismatch
+from flexla_dist.comm.lookout import Lookout, own_place
 
 BLOCK_WORDS = 64
 _HEADER_WORDS = 3  # hash of the operation's name (two words), number of values
@@ -49,9 +50,21 @@ def open_messages(channel: Channel, device: torch.device) -> None:
     They meet by a block first: where blocks travel over the CPU, a rank that does not come ends in
     an error within the usual time, while NCCL would wait for it as long as its own limit lasts.
     """
+    if channel.on_streams(device):
+        look_after(channel)
     if not channel.is_open(device):
         gather_integers(channel, f"opening of messages on {device.type}", ())
         channel.open(device)
+
+
+def look_after(channel: Channel) -> Lookout:
+    """What looks after this rank's waits on its device; all ranks call it together, and at its
+    first call they tell each other where they run."""
+    if channel.works.lookout is None:
+        places = gather_texts(channel, "processes of the ranks", own_place())
+        channel.works.look_after(Lookout(channel.ranks, places))
+    assert channel.works.lookout is not None
+    return channel.works.lookout
 
 
 def gather_integers(channel: Channel, what: str, values: Sequence[int]) -> list[list[int]]:
@@ -85,7 +98,9 @@ def _gather_blocks(
     padding = [0] * (_PAYLOAD_WORDS - len(part))
     device = channel.ranks.control_device()
     own = torch.tensor([*header, *part, *padding], dtype=torch.int64, device=device)
-    return channel.gather_blocks(what, own).tolist()
+    found = channel.gather_blocks(what, own).tolist()
+    channel.watch.raise_error()  # on a device, what a wait that was ended left is no block
+    return found
 
 
 def _hash_words(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from flexla_dist.comm.element import Element, State, element_tensors, with_tenso
 from flexla_dist.comm.errors import ExchangeError, TagMismatch
 from flexla_dist.comm.links import GroupRanks, all_gather_flat
 from flexla_dist.comm.packing import empty_message, header_words, pack, packed_bytes, views
+from flexla_dist.comm.stream_works import StreamWorks
 from flexla_dist.comm.tag import Header, Kind, Tag, describe_words, same_message
 from flexla_dist.comm.watch import Waiting, Watch
 
@@ -29,7 +30,6 @@ Sent = deque[tuple[dist.Work, Tensor, Waiting]]
 
 PENDING_SENDS = 32
 PENDING_BYTES = 64 << 20
-PENDING_CHECKS = 64
 LEAVE_SECONDS = 5.0
 # gloo aborts the process when a message has another size than its receiver expects: messages of
 # different sizes are given different tags, so that they never meet; nor do single messages, parts
@@ -78,10 +78,10 @@ class Channel:
     def __init__(self, ranks: GroupRanks, watch: Watch) -> None:
         self.ranks = ranks
         self.watch = watch
+        self.works = StreamWorks(ranks, watch)
         self._sent: Sent = deque()
         self._sent_bytes = 0
         self._open: set[str] = set()
-        self._checks: deque[tuple[Tensor, torch.cuda.Event, Header, str]] = deque()
         at_exit = partial(_leave, self._sent, watch)
         atexit.register(at_exit)
         weakref.finalize(self, _settle, self._sent, watch, at_exit).atexit = False
@@ -98,6 +98,10 @@ class Channel:
         place = self.ranks.device_for(device)
         return not self._on_streams(place) or place.type in self._open
 
+    def on_streams(self, device: torch.device) -> bool:
+        """Whether messages about tensors on `device` are works of a stream."""
+        return self._on_streams(self.ranks.device_for(device))
+
     def exchange(
         self,
         kind: Kind,
@@ -107,7 +111,7 @@ class Channel:
         reset: bool | Tensor = False,
     ) -> list[Message]:
         """Post all sends and receives together, wait for the receives."""
-        self._check_headers(wait=False)
+        self._look_back()
         outgoing = [self._packed(kind, tag, out.tensors, reset) for out in sends]
         incoming = [empty_message(item.like, self._device(item.like)) for item in receives]
         sources = [item.rank for item in receives]
@@ -148,7 +152,7 @@ class Channel:
         self, kind: Kind, tag: Tag, tensors: Sequence[Tensor], reset: bool | Tensor = False
     ) -> list[Message]:
         """One message of the same shapes from every rank, in group order."""
-        self._check_headers(wait=False)
+        self._look_back()
         own = self._packed(kind, tag, tensors, reset)
         gathered = torch.empty((self.ranks.size, own.numel()), dtype=torch.uint8, device=own.device)
         what = f"all-gather ({kind.name.lower()}, {tag})"
@@ -169,8 +173,11 @@ class Channel:
         group, rank, whole = self.ranks.group, self.ranks.rank, self.ranks.global_ranks
         waiting = Waiting(None, what)
         if self._on_streams(own.device):
+            self.works.forget_completed()
             start = partial(all_gather_flat, gathered.view(-1), own, group)
-            self._finish(self._start(waiting, start), own.device, waiting)
+            with self.works.starting(waiting, own.device):
+                work = self._start(waiting, start)
+            self._finish(work, own.device, waiting)
             self._open.add(own.device.type)
             return
         tag = tags + own.numel() * own.element_size() % MESSAGE_TAGS
@@ -188,7 +195,12 @@ class Channel:
     def flush(self) -> None:
         """Wait until every posted send has been received and every header compared."""
         self._drain(0, 0)
-        self._check_headers(wait=True)
+        self.works.compare_headers(wait=True)
+
+    def _look_back(self) -> None:
+        """At what the device was given earlier, without waiting for it."""
+        self.works.compare_headers(wait=False)
+        self.works.forget_completed()
 
     def _post(
         self,
@@ -227,11 +239,14 @@ class Channel:
         group, ranks = self.ranks.group, self.ranks.global_ranks
         ops = [dist.P2POp(op, t, ranks[rank], group) for op, t, rank in posts]
         waiting = Waiting(peer, what)
-        works = self._start(waiting, partial(dist.batch_isend_irecv, ops))
+        with self.works.starting(waiting, first.device):
+            works = self._start(waiting, partial(dist.batch_isend_irecv, ops))
         if any(op is dist.irecv for op, _, _ in posts):
             for work in works:
                 self._finish(work, first.device, waiting)
             return
+        for work in works:
+            self.works.keep(work, waiting)
         for i, (_, buffer, rank) in enumerate(posts):
             self._keep(works[min(i, len(works) - 1)], buffer, Waiting(rank, what))
 
@@ -247,7 +262,7 @@ class Channel:
 
     def _finish(self, work: dist.Work, device: torch.device, waiting: Waiting) -> None:
         if self._on_streams(device):
-            self.watch.wait_on_stream(work, waiting)
+            self.works.wait(work, waiting)
         else:
             self.watch.wait(work, waiting)
 
@@ -283,41 +298,25 @@ class Channel:
         reset: bool | Tensor
         if buffer.device.type == "cpu":
             found = words.tolist()
-            self._compare(found, expected, sender)
+            _compare(self.watch, self.ranks, expected, sender, found)
             reset = bool(found[6])
         else:
             reset = words[6] != 0
-            self._remember_check(words, expected, sender)
+            compare = partial(_compare, self.watch, self.ranks, expected, sender)
+            self.works.remember_header(words, compare)
         device = item.like[0].device
         tensors = views(buffer, item.like)
         return Message(tuple(t if t.device == device else t.to(device) for t in tensors), reset)
 
-    def _remember_check(self, words: Tensor, expected: Header, sender: str) -> None:
-        copy = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
-        copy.copy_(words, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._checks.append((copy, event, expected, sender))
 
-    def _check_headers(self, wait: bool) -> None:
-        while self._checks:
-            copy, event, expected, sender = self._checks[0]
-            if not event.query():
-                if not wait and len(self._checks) < PENDING_CHECKS:
-                    return
-                event.synchronize()
-            self._checks.popleft()
-            self._compare(copy.tolist(), expected, sender)
-
-    def _compare(self, found: list[int], expected: Header, sender: str) -> None:
-        if not same_message(found, expected.words()):
-            self._mismatched(found, expected, sender)
-
-    def _mismatched(self, found: list[int], expected: Header, sender: str) -> NoReturn:
-        own = self.ranks.name(self.ranks.rank)
-        self.watch.fail(
+def _compare(
+    watch: Watch, ranks: GroupRanks, expected: Header, sender: str, found: list[int]
+) -> None:
+    """Raise TagMismatch unless a header that arrived is the expected one."""
+    if not same_message(found, expected.words()):
+        watch.fail(
             TagMismatch(
-                f"{own} expected {expected.describe()} from {sender} and got "
+                f"{ranks.name(ranks.rank)} expected {expected.describe()} from {sender} and got "
                 f"{describe_words(found)}; every rank must exchange in the same order"
             ),
             expected.describe(),

@@ -13,6 +13,7 @@ of a wait that expired are NaN until `check` raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.chooser.choose import Choice, choose
 from flexla_dist.comm.chooser.links import DEVICE
 from flexla_dist.comm.chooser.payload import Payload
@@ -27,7 +29,7 @@ from flexla_dist.comm.element import Element, State, StateElement
 from flexla_dist.comm.errors import ExchangeError, ExchangeTimeout
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.heaps import SymmetricHeap
-from flexla_dist.comm.lookout import Lookout
+from flexla_dist.comm.lookout import Lookout, Waits
 from flexla_dist.comm.tag import Tag
 from flexla_dist.errors import ShardingError
 
@@ -69,11 +71,23 @@ class Arriving:
             self.arrive(group)
 
 
+class KernelWaits(Waits):
+    """The waits of this rank's kernels. stop: ends them."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    def end(self, error: ExchangeError) -> None:
+        """See `Waits`."""
+        self._stop()
+
+
 @dataclass
 class DeviceEngine:
     """Exchanges of one rank by kernels; `open_engine.open_engine` makes it.
 
-    heap: of the group. lookout: notices ranks that fail or end. timeout: seconds of a wait.
+    heap: of the group. lookout: notices ranks that fail or end, and ends the waits. timeout:
+    seconds of a wait. after_backward: checks at the end of a backward pass.
     unchecked: exchanges happened since the last `check`; no_backward: some of them in calls that no
     backward pass follows.
     """
@@ -81,9 +95,10 @@ class DeviceEngine:
     heap: SymmetricHeap
     timeout: float
     lookout: Lookout = field(init=False)
+    waits: KernelWaits = field(init=False)
+    after_backward: AfterBackward = field(init=False)
     unchecked: bool = field(default=False, init=False)
     no_backward: bool = field(default=False, init=False)
-    _check_queued: int = field(default=-1, init=False)
     _last_tag: Tag | None = field(default=None, init=False)
     _exchangers: dict[tuple, DeviceExchanger] = field(default_factory=dict, init=False)
     _choices: dict[tuple, Choice] = field(default_factory=dict, init=False)
@@ -92,6 +107,8 @@ class DeviceEngine:
     _one: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.waits = KernelWaits(self.stop_waits)
+        self.after_backward = AfterBackward(self.check)
         if self.heap.device.type == "cuda":
             self._side = torch.cuda.Stream(self.heap.device, priority=FIRST)
             self._rescue = torch.cuda.Stream(self.heap.device)
@@ -149,7 +166,7 @@ class DeviceEngine:
             _check_known(exchanger, span)
         else:
             self.unchecked = True
-            self.lookout.start()
+            self.lookout.start(self.waits)
         if self._side is None:
             whole = scan()
             self.lookout.raise_error()
@@ -194,7 +211,7 @@ class DeviceEngine:
         except ExchangeError:
             self.lookout.raise_error()
             raise
-        self.lookout.rest()
+        self.lookout.rest(self.waits)
         self.unchecked = self.no_backward = False
         self.lookout.raise_error()
         failed = []
@@ -237,10 +254,8 @@ class DeviceEngine:
 
     def check_after_backward(self) -> None:
         """Check once, when the backward pass that runs now has ended."""
-        task = torch._C._current_graph_task_id()
-        if task != self._check_queued and not self.capturing():
-            self._check_queued = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.check)
+        if not self.capturing():
+            self.after_backward.ask()
 
     def set_timeout(self, seconds: float) -> None:
         """Seconds of a wait, from now on."""
@@ -259,7 +274,16 @@ class DeviceEngine:
         return self._side is not None and torch.cuda.is_current_stream_capturing()
 
     def stop_waits(self) -> None:
-        """End all waits of this rank's kernels; from any thread."""
+        """End all waits of this rank's kernels; from any thread.
+
+        By copies from pinned memory, on a stream that waits for no kernel.
+        """
+        device = self.heap.device
+        # Else a thread makes a context on the first GPU when its stream is put back.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._set_alarms()
+
+    def _set_alarms(self) -> None:
         for exchanger in list(self._exchangers.values()):
             for workspace in list(exchanger.workspaces.values()):
                 for word in workspace.alarms():

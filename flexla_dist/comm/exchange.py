@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexla_dist.comm import agreement, transfer
+from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.channel import Channel
 from flexla_dist.comm.chooser.choose import AUTO, Choice
 from flexla_dist.comm.chooser.links import HOST
@@ -27,6 +28,7 @@ from flexla_dist.comm.links import (
     nodes_of_ids,
     nodes_of_size,
 )
+from flexla_dist.comm.lookout import Lookout
 from flexla_dist.comm.strategies import STRATEGIES, ScanProblem, check_strategy
 from flexla_dist.comm.tag import Tag
 from flexla_dist.comm.transfer import TransferPlan
@@ -67,6 +69,7 @@ class StateExchanger:
         self._layout = _in_words(self._nodes, strategy)
         self._watch = Watch(self.ranks, timeout)
         self._channel = Channel(self.ranks, self._watch)
+        self.after_backward = AfterBackward(self._channel.works.check)
         self._surveys: dict[tuple[str, tuple[int, ...] | None, str | None], Survey] = {}
 
     def using(self, strategy: str, *, node_size: int | None = None) -> StateExchanger:
@@ -193,6 +196,37 @@ class StateExchanger:
         """
         self._channel.flush()
 
+    def check(self, *, ask: bool = False) -> None:
+        """Raise what went wrong in this rank's exchanges that the device does by itself, NCCL's;
+        returns once it has all that it waits for.
+
+        ask: also for failures that other ranks told of, which costs a short request.
+        """
+        self._channel.works.check()
+        if ask:
+            self._watch.raise_error()
+            self._watch.raise_remote_failure()
+
+    def check_without_backward(self) -> None:
+        """`check` if `no_backward_follows` was called since the last one."""
+        if self._channel.works.no_backward:
+            self.check()
+
+    def check_after_backward(self) -> None:
+        """Called in a backward pass: `check` at its end."""
+        if self._channel.works.active:
+            self.after_backward.ask()
+
+    def no_backward_follows(self) -> None:
+        """Called after exchanges that no backward pass follows."""
+        self._channel.works.no_backward = self._channel.works.active
+
+    def lookout(self) -> Lookout:
+        """Looks after the group's ranks while this one's device waits; collective at first."""
+        if self._channel.works.lookout is None:
+            self._watch.begin("look after the ranks")
+        return agreement.look_after(self._channel)
+
     def resolve(self, element: Element, template: State) -> str:
         """The strategy that a scan of such elements uses.
 
@@ -238,6 +272,8 @@ class StateExchanger:
         key = (device.type, self._nodes, heap)
         if key not in self._surveys or fresh:
             carrier = heap or self.ranks.carrier_for(device)
+            if measure:
+                agreement.open_messages(self._channel, device)
             self._surveys[key] = survey_group(
                 self.rank,
                 partial(agreement.gather_texts, self._channel),

@@ -7,7 +7,6 @@ import torch
 from flexla_dist.comm.engines import DeviceEngine, seconds_to_meet
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.heaps import HeapError, SymmetricHeap, make_heap
-from flexla_dist.comm.lookout import Lookout, own_place
 from flexla_dist.errors import ShardingError
 
 
@@ -36,8 +35,8 @@ def open_engine(
         except HeapError as error:
             raise EngineRefused(str(error)) from error
     engine = DeviceEngine(heap, timeout)
-    places = exchanger.gather_texts("processes of the ranks", own_place())
-    engine.lookout = Lookout(exchanger.ranks, places, engine.stop_waits)
+    engine.lookout = exchanger.lookout()
+    engine.lookout.add(engine.waits, first=True)
     return engine
 
 

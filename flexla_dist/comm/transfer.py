@@ -128,6 +128,7 @@ def gather_rows(
     channel: Channel, rows: Tensor, lengths: Sequence[int], tag: Tag, dim: int
 ) -> Tensor:
     """All shards joined along `dim`; shards travel padded to the longest."""
+    open_messages(channel, rows.device)
     longest = max(lengths)
     padded = rows.new_zeros(_with_size(rows, dim, longest))
     padded.narrow(dim, 0, rows.shape[dim]).copy_(rows)
@@ -152,6 +153,7 @@ def broadcast(channel: Channel, tensors: Sequence[Tensor], source: int, tag: Tag
 
 def all_reduce_sum(channel: Channel, tensor: Tensor, tag: Tag) -> Tensor:
     """Sum over the ranks, added in rank order."""
+    open_messages(channel, tensor.device)
     messages = channel.all_gather(Kind.TENSOR, tag, [tensor])
     total = messages[0].tensors[0].clone()
     for message in messages[1:]:

@@ -67,7 +67,6 @@ class Watch:
         self._error: ExchangeError | None = None
         self._current: tuple[float, Waiting] | None = None
         self._watcher: threading.Thread | None = None
-        self._on_device: deque[tuple[dist.Work, float, Waiting]] = deque()
 
     @property
     def operation(self) -> str:
@@ -81,6 +80,26 @@ class Watch:
     def failed(self) -> bool:
         """Whether this rank has seen a failure of the group."""
         return self._error is not None
+
+    @property
+    def error(self) -> ExchangeError | None:
+        """The failure of the group that this rank has seen."""
+        return self._error
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait lasts at most."""
+        return self._timeout
+
+    def hear(self, error: ExchangeError) -> None:
+        """Take over what another thread found; the next exchange or check raises it."""
+        if self._error is None:
+            self._error = error
+
+    def raise_error(self) -> None:
+        """Raise the failure of the group that this rank has seen, if any."""
+        if self._error is not None:
+            raise type(self._error)(str(self._error))
 
     def set_timeout(self, seconds: float) -> None:
         """Seconds that a wait lasts at most."""
@@ -102,8 +121,6 @@ class Watch:
             self.raise_remote_failure()
         self._sequence += 1
         self._history.append((self._sequence, what, hint))
-        if self._on_device:
-            self._check_device_works()
 
     def wait(self, work: dist.Work, waiting: Waiting) -> None:
         """Return when `work` is done, or raise within the limit."""
@@ -121,11 +138,6 @@ class Watch:
             self.lost(waiting, cause)
         finally:
             self._current = None
-
-    def wait_on_stream(self, work: dist.Work, waiting: Waiting) -> None:
-        """Order the current stream after `work`; its time limit is checked at later operations."""
-        work.wait()
-        self._on_device.append((work, time.monotonic(), waiting))
 
     def lost(self, waiting: Waiting, cause: BaseException) -> NoReturn:
         """A connection broke: say why if that is known, else that the peer has gone."""
@@ -186,18 +198,19 @@ class Watch:
             )
             raise self._error from cause
 
-    def _time_out(self, waited: float, waiting: Waiting) -> NoReturn:
-        self._break_connections()
+    def too_late(self, waited: float, waiting: Waiting) -> ExchangeTimeout:
+        """The error of a wait that lasted longer than it may."""
         peer = "the other ranks" if waiting.peer is None else self._ranks.name(waiting.peer)
         own = self._ranks.name(self._ranks.rank)
-        self.fail(
-            ExchangeTimeout(
-                f"{own} waited {waited:.1f} s for {peer} in {waiting.what} and got nothing; all "
-                f"ranks must make the same call. If {peer} only computed longer, raise timeout= "
-                f"(now {self._timeout:g} s)"
-            ),
-            waiting.what,
+        return ExchangeTimeout(
+            f"{own} waited {waited:.1f} s for {peer} in {waiting.what} and got nothing; all "
+            f"ranks must make the same call. If {peer} only computed longer, raise timeout= "
+            f"(now {self._timeout:g} s)"
         )
+
+    def _time_out(self, waited: float, waiting: Waiting) -> NoReturn:
+        self._break_connections()
+        self.fail(self.too_late(waited, waiting), waiting.what)
 
     def _start_watcher(self) -> None:
         self._watcher = threading.Thread(
@@ -274,18 +287,6 @@ class Watch:
             RankMismatch("\n".join(["ranks are in different operations:", *lines, SAME_ORDER])),
             self.operation,
         )
-
-    def _check_device_works(self) -> None:
-        works = self._on_device
-        while works and works[0][0].is_completed():
-            works.popleft()
-        if works:
-            _, start, waiting = works[0]
-            waited = time.monotonic() - start
-            if waited > POLL_SECONDS:
-                self.raise_remote_failure()
-            if waited > self._timeout:
-                self._time_out(waited, waiting)
 
 
 def _one_line(error: BaseException) -> str:

@@ -111,10 +111,12 @@ class HostCarrier:
         return Arriving(found)
 
     def check_after_backward(self) -> None:
-        """Nothing: a wait that expires raises where it is."""
+        """See `Carrier`; nothing over gloo, where a wait that expires raises where it is."""
+        self.exchanger.check_after_backward()
 
     def no_backward_follows(self) -> None:
-        """Nothing: a wait that expires raises where it is."""
+        """See `Carrier`: the end of the sequence_context checks, or the caller."""
+        self.exchanger.no_backward_follows()
 
     def _plan(self) -> ExchangePlan:
         choice = self.exchanger.last_choice

@@ -59,5 +59,6 @@ class ShardedHalo(torch.autograd.Function):
                     "first derivatives only"
                 )
             grad = call.exchanger.transfer_adjoint(grad_halo, call.transfer, tag)
+            call.exchanger.check_after_backward()
         call.record.open_nodes -= 1
         return None, None, grad

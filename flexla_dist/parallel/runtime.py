@@ -80,6 +80,11 @@ class GroupRuntime:
             self._engines[device] = found
         return found
 
+    def _base(self) -> list[StateExchanger]:
+        """The exchanger that all others are copies of, if it was made."""
+        base = self._exchangers.get(_BASE)
+        return [] if base is None else [base]
+
     def _opened(self) -> list[DeviceEngine]:
         return [e for e in self._engines.values() if isinstance(e, DeviceEngine)]
 
@@ -98,12 +103,23 @@ class GroupRuntime:
         self._heap = heap
 
     def check(self, *, always: bool = False) -> None:
-        """Raise on every rank what went wrong in exchanges by kernels; see `DeviceEngine.check`."""
+        """Raise what went wrong in exchanges that the device does by itself.
+
+        Those by kernels on every rank, see `DeviceEngine.check`; NCCL's see `StateExchanger.check`.
+        """
+        for exchanger in self._base():
+            exchanger.check(ask=always)
         for engine in self._opened():
             engine.check(always=always)
 
     def check_without_backward(self) -> None:
         """The same where no gradient was wanted, so that no backward pass will check."""
+        for exchanger in self._base():
+            exchanger.check_without_backward()
+        self.check_kernels_without_backward()
+
+    def check_kernels_without_backward(self) -> None:
+        """The same for exchanges by kernels alone."""
         for engine in self._opened():
             if engine.no_backward:
                 engine.check()
@@ -177,13 +193,15 @@ def use_heap(mesh: MeshOrGroup, heap: SymmetricHeap) -> None:
 
 
 def check_exchanges(mesh: MeshOrGroup) -> None:
-    """Raise, on every rank, what went wrong in exchanges by kernels; all ranks call it.
+    """Raise what went wrong in exchanges by kernels or over NCCL, which the host does not wait
+    for; all ranks call it.
 
     Backward and `sequence_context` do so by themselves. It is for what they cannot see: replays of
-    CUDA graphs, and results of a forward pass that has no backward yet.
+    CUDA graphs, and results of a forward pass that has no backward yet. A failure by kernels is
+    raised on every rank; one over NCCL by the ranks that wait, and by others once they hear of it.
 
     mesh: the mesh dim over which sequences are cut, or its group. Raises ExchangeTimeout, after
-    which the next step starts anew, TagMismatch, RemoteRankError.
+    which the next step starts anew (not over NCCL), TagMismatch, RemoteRankError.
     """
     runtime_of(sequence_group(mesh)).check(always=True)
 

@@ -290,7 +290,7 @@ class SequenceExchange:
             return
         carrier.no_backward_follows()
         if current_context(site.group) is None:
-            site.runtime.check_without_backward()
+            site.runtime.check_kernels_without_backward()
 
     def _next(self) -> int:
         self._exchanges += 1

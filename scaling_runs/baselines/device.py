@@ -79,27 +79,28 @@ def engine_of(group: Any, device: torch.device, strategy: str) -> DeviceEngine |
 
 
 @contextmanager
-def checked_once(group: Any, device: torch.device) -> Iterator[None]:
+def checked_once(group: Any, device: torch.device, kernels: bool = True) -> Iterator[None]:
     """Let the backward passes inside leave their check of exchanges to the end of the block.
 
     A training step checks once, at the end of its backward pass through all layers; calls that are
-    timed one by one would each wait for all ranks on the host. Collective, as the check is.
+    timed one by one would each wait on the host, by the device engine for all ranks. Collective, as
+    the check is. kernels: whether the device engine is in use.
     """
     runtime = runtime_of(group)
-    engine = runtime.device_engine(device) if runtime.size > 1 else None
-    if not isinstance(engine, DeviceEngine):
+    if runtime.size == 1:
         yield
         return
-    engine.check_after_backward = _nothing  # type: ignore[method-assign]
+    engine = runtime.device_engine(device) if kernels else None
+    checks = [runtime.exchanger().after_backward]
+    checks += [engine.after_backward] if isinstance(engine, DeviceEngine) else []
+    for check in checks:
+        check.paused = True
     try:
         yield
     finally:
-        del engine.check_after_backward  # type: ignore[method-assign]
-    engine.check(always=True)
-
-
-def _nothing() -> None:
-    """Instead of a check."""
+        for check in checks:
+            check.paused = False
+    runtime.check(always=True)
 
 
 def device_exchange(

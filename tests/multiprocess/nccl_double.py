@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import flexla_dist.comm.channel as channel_module
 from flexla_dist.comm import StateExchanger
+from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.channel import Channel
 
 Message = tuple[str, int]  # "send" or "receive", and the other rank
@@ -50,6 +51,7 @@ def exchanger_on_streams(strategy: str, **options: Any) -> StateExchanger:
     """An exchanger with such a channel."""
     exchanger = StateExchanger(None, strategy, **options)
     exchanger._channel = StreamChannel(exchanger.ranks, exchanger._watch)
+    exchanger.after_backward = AfterBackward(exchanger._channel.works.check)
     return exchanger
 
 

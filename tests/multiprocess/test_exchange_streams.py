@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from flexla_dist.comm import ExchangeError, Tag, plan_tails, zero_state
+from flexla_dist.comm.after_backward import AfterBackward
 from flexla_dist.comm.channel import Outgoing
+from flexla_dist.comm.stream_works import StreamWorks
 from flexla_dist.comm.tag import Kind
+from flexla_dist.layers import LayerConfig, LinearAttentionLayer
+from flexla_dist.parallel import (
+    SequenceParallelLA,
+    check_exchanges,
+    sequence_context,
+    shard_sequence,
+)
+from flexla_dist.parallel.runtime import runtime_of
 from flexla_dist.testing.elements import random_element, serial_scan
 from flexla_dist.testing.ranks import run_ranks
 
@@ -86,6 +97,53 @@ def test_rows_from_several_ranks_end() -> None:
     assert all(calls[0] == ALL for calls in ranks)
     assert {kind for calls in ranks for kind, _ in calls} == {"all", "batch"}
     assert unfinished(ranks) == {}
+
+
+def checks_of_a_step(rank: int, size: int, conv_width: int) -> list[int]:
+    """Checks in a backward pass of two layers, in the context around it, in one without gradients,
+    by the caller, and inside of calls that leave theirs."""
+    group = dist.group.WORLD
+    assert group is not None
+    exchanger = exchanger_on_streams("auto", timeout=30.0)
+    sizes = {"width": 8, "heads": 1, "key_dim": 4, "value_dim": 4, "conv_width": conv_width}
+    config = LayerConfig("simple_gla", **sizes)
+    net = torch.nn.Sequential(*(LinearAttentionLayer(config) for _ in range(2)))
+    for layer in net:
+        SequenceParallelLA(layer, group=group, backend="host")
+    check, seen, counts = StreamWorks.check, [0], []
+
+    def count(self: StreamWorks) -> None:
+        seen[0] += 1
+        check(self)
+
+    StreamWorks.check = count  # type: ignore[method-assign]
+    exchanger.after_backward = AfterBackward(exchanger._channel.works.check)
+    runtime_of(group)._exchangers = {("auto", None): exchanger}
+    x = torch.randn(1, 16, 8)
+    with sequence_context(group, lengths=(8,) * size):
+        loss = net(shard_sequence(x, group)).sum()
+        counts.append(seen[0])
+        loss.backward()
+        counts.append(seen[0])
+    counts.append(seen[0])
+    with torch.no_grad(), sequence_context(group, lengths=(8,) * size):
+        net(shard_sequence(x, group))
+        counts.append(seen[0])
+    counts.append(seen[0])
+    check_exchanges(group)
+    counts.append(seen[0])
+    exchanger.after_backward.paused = True
+    with sequence_context(group, lengths=(8,) * size):
+        net(shard_sequence(x, group)).sum().backward()
+    counts.append(seen[0])
+    exchanger.flush()
+    return counts
+
+
+@pytest.mark.parametrize("conv_width", [0, 4])
+def test_a_step_over_streams_is_checked_at_its_end(conv_width: int) -> None:
+    for counts in run_ranks(checks_of_a_step, 2, conv_width):
+        assert counts == [0, 1, 1, 1, 2, 3, 3], counts
 
 
 def post_unopened(rank: int, size: int) -> str:

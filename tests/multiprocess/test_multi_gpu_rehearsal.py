@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from scaling_runs import multi_gpu  # noqa: E402
+from scaling_runs import multi_gpu, multi_gpu_check  # noqa: E402
 from scaling_runs.machine import Machine  # noqa: E402
 from scaling_runs.multi_gpu_ranks import WRONG, Limits, run_ranks  # noqa: E402
 from scaling_runs.multi_gpu_rows import Rows  # noqa: E402
@@ -52,6 +53,10 @@ def test_shortest_rehearsal(tmp_path: Path) -> None:
         assert row["first"] and row["last"]
     [killed] = of_step(rows, "killed").values()
     assert killed["status"] == "ok" and float(killed["value"]) < 20
+    log = (tmp_path / "logs" / "killed_device.0.log").read_text()
+    said = ("the group is ready", "3 quiet steps are done", "RemoteRankError", "at rest")
+    assert all(text in log for text in said), log
+    assert "is killed now" in (tmp_path / "logs" / "killed_device.1.log").read_text()
     names = {path.name for path in copied.iterdir()}
     assert names == {"multi_gpu_cpu.csv", "multi_gpu_cpu.txt", "multi_gpu_logs.txt"}
 
@@ -147,8 +152,53 @@ def test_another_attempt_begins_with_other_systems() -> None:
 
 
 def test_steps_fit_into_ten_minutes() -> None:
-    limits = [step.limit for step in multi_gpu.STEPS if step.name != "weak_more"]
-    assert sum(limits) < 600 and set(SIZES) == {"full", "rehearsal", "short", "one_gpu"}
+    """Each step that tells whether all is right fits even if those before it take their limits."""
+    names = [step.name for step in multi_gpu.STEPS]
+    first = multi_gpu.STEPS[: names.index("weak")]
+    assert {step.name for step in first} == {*names} - {"weak", "long", "weak_more"}
+    assert sum(step.limit for step in first) + multi_gpu.RESERVE < 570
+    assert set(SIZES) == {"full", "rehearsal", "short", "one_gpu"}
+
+
+def test_every_case_of_a_check_by_kernels_comes_before_those_of_the_host() -> None:
+    done: list[tuple[str, str, str]] = []
+
+    class PartDouble:
+        """Has time for all and runs nothing."""
+
+        sizes = FULL
+
+        def to_do(self, step: str, **name: str) -> bool:
+            done.append((name["engine"], name["variant"], name["strategy"]))
+            return False
+
+    assert multi_gpu_check.check(PartDouble()) == 0  # type: ignore[arg-type]
+    engines = [case[0] for case in done]
+    half = len(FULL.checked) * len(FULL.strategies)
+    assert engines == ["device"] * half + ["host"] * half and len(set(done)) == 2 * half
+
+
+def keep(folder: Path, **files: dict[str, object]) -> Row:
+    """The row that is kept of what ranks left behind."""
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    rows = Rows(folder, MACHINE, 2, "full", "gloo")
+    multi_gpu.keep_killed(rows, folder, "killed_host", 2)
+    [row] = [row for row in rows.of_this_run() if row["step"] == "killed"]
+    return row
+
+
+def test_a_rank_that_hears_late_or_never_is_wrong(tmp_path: Path) -> None:
+    dead: dict[str, object] = {"at": 100.0, "rank": 1}
+    error = "RemoteRankError: the process of rank 1 has ended"
+    told: dict[str, object] = {"at": 101.5, "error": error}
+    row = keep(tmp_path, killed=dead, rank0={**told, "rest": 102.0})
+    assert (row["status"], row["value"]) == ("ok", "1.5")
+    assert "1 of 1 others raised" in row["note"] and "of 1 came to rest, in 2.0 s" in row["note"]
+    row = keep(tmp_path, killed=dead, rank0=told)
+    assert row["status"] == "wrong" and "of 0 came to rest" in row["note"]
+    row = keep(tmp_path, killed=dead, rank0={**told, "error": "nothing", "rest": 102.0})
+    assert row["status"] == "wrong" and row["note"].startswith("0 of 1 others")
 
 
 def test_multicast_is_off() -> None:
