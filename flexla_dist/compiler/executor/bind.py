@@ -39,10 +39,11 @@ def bind(
     """Check the arguments of a call and describe it."""
     offsets = None if cu_seqlens is None else read_offsets(spec, cu_seqlens)
     known = outline(spec, inputs, params, None if offsets is None else len(offsets) - 1, chunk_size)
-    size = known.longest_chunk
+    longest = known.tokens
     if offsets is not None:
         _check_offsets(spec, offsets, known.tokens)
-        size = fitting_chunk_size(max(b - a for a, b in pairwise(offsets)), size)
+        longest = max(b - a for a, b in pairwise(offsets))
+    size = fitting_chunk_size(longest, known.longest_chunk)
     return Problem(
         **vars(known),
         inputs=dict(inputs),
@@ -127,7 +128,7 @@ def outline(
         tokens=tokens,
         num_sequences=batch if documents is None else documents,
         packed=documents is not None,
-        longest_chunk=limit if documents is not None else fitting_chunk_size(tokens, limit),
+        longest_chunk=1 if tokens == 1 else limit,
         heads=heads,
         sizes=sizes,
         device=device,
