@@ -61,7 +61,7 @@ class NumericsError(TraceError):
 
 
 class CheckError(FlexlaError, ValueError):
-    """`compile(check=True)` found that a stage depends on the chunk size."""
+    """`compile(check=True)`: a stage depends on the chunk size, or the recurrence differs."""
 
 
 class ArgumentError(FlexlaError, ValueError):

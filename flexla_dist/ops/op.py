@@ -131,8 +131,9 @@ class LinearAttentionOp:
     ) -> tuple[Tensor, State | None]:
         """Run the operator.
 
-        The dtypes of the inputs decide what is computed, inside autocast too: nothing is cast.
-        Gates and parameters may be wider than the other inputs.
+        The dtypes of the tensors decide what is computed, inside autocast too: nothing is cast.
+        float32 may stand beside bfloat16 or float16, for gates and parameters above all; float64
+        beside anything else and bfloat16 beside float16 are refused.
 
         Args:
             initial_state: [N, HV, *dims] a state, a tuple in declared order for several (log-scaled
@@ -256,11 +257,13 @@ def compile(
             whose states have a dim above 128.
         strict: turn numerics warnings (an exponential that may overflow) into errors.
         check: also run the spec on random data with C = 1, 5 and 64 and name the stage that
-            differs.
+            differs; where the spec has a `recurrence`, compare output, states and all gradients
+            with it in float64.
 
     Raises:
         TraceError and its kinds: a callable breaks a rule; message with stage, line and fix.
-        CheckError: `check=True` found a stage that depends on the chunk size.
+        CheckError: `check=True` found a stage that depends on the chunk size, or a recurrence that
+            describes another variant.
     """
     if not isinstance(spec, LinearAttentionSpec):
         raise ArgumentTypeError(f"compile takes a LinearAttentionSpec, got {type(spec).__name__}")

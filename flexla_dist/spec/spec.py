@@ -119,7 +119,9 @@ class LinearAttentionSpec:
         padding: value given to the padded tokens of a ragged last chunk, after `token_mode`
             (default 0 for every input).
         log_scaled: see `LogScaled`.
-        recurrence: optional independent token form `(S, x, p) -> (S, o)`, the float64 oracle.
+        recurrence: optional independent token form `(S, x, p) -> (S, o)` over [B, HV, ...], the
+            float64 oracle: `compile(spec, check=True)` compares the chunk form with it, and
+            `flexla_dist.spec.oracle.run_recurrence` runs it on tensors of one's own.
     """
 
     name: str

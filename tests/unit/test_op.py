@@ -305,6 +305,31 @@ def test_the_output_has_the_dtype_of_the_values() -> None:
         assert output.dtype == dtype and state.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (
+            {"v": torch.float64},
+            r"mamba2: float64 is mixed with other dtypes \(float32: q, .*; float64: v\); give all",
+        ),
+        ({"D": torch.float64}, "float64: D"),
+        (
+            {"q": torch.bfloat16, "k": torch.float16},
+            r"bfloat16 and float16 are mixed \(bfloat16: q; float16: k; float32: v, .*cast to one",
+        ),
+    ],
+)
+def test_mixes_of_dtypes_that_are_refused(kinds: dict[str, torch.dtype], message: str) -> None:
+    given = {n: x.float() if isinstance(x, Tensor) else x for n, x in arguments().items()}
+    given |= {name: given[name].to(dtype) for name, dtype in kinds.items()}
+    for autocast in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            pytest.raises(ArgumentTypeError, match=message),
+        ):
+            op_of("mamba2")(**given)
+
+
 def test_an_operator_shows_its_kind() -> None:
     assert repr(op_of("gsa")) == (
         "LinearAttentionOp(gsa, M = {slot_keys: columns, slot_values: rows})"
@@ -432,6 +457,50 @@ def test_check_passes_what_is_right() -> None:
     compile(gla_like(good_decay, good_merge), check=True)
     for name in SPECS:
         compile(SPECS[name], check=True)
+
+
+def gla_token(S: Any, x: Any, p: Any) -> Any:
+    S = x.g.exp()[..., None, None] * S + x.k[..., None] * x.v[..., None, :]
+    return S, (x.q[..., None] * S).sum(-2)
+
+
+WRONG_TOKENS: dict[str, tuple[Callable[..., Any], str]] = {
+    "output": (
+        lambda S, x, p: (gla_token(S, x, p)[0], x.v),
+        r"output [\d.e+-]+, gradient of q .*\(relative; the bound is 1e-08\)",
+    ),
+    "state": (
+        lambda S, x, p: gla_token(1.001 * S, x, p),
+        r"output [\d.e+-]+, state 'S' [\d.e+-]+, gradient of q .*gradient of initial S",
+    ),
+    "gradient alone": (
+        lambda S, x, p: (
+            gla_token(S, x, p)
+            if not x.g.requires_grad
+            else gla_token(
+                S, type(x)({n: getattr(x, n) for n in "qkv"} | {"g": x.g.detach()}, ""), p
+            )
+        ),
+        r"in float64: gradient of g [\d.e+]+ \(relative",
+    ),
+    "shape": (
+        lambda S, x, p: (gla_token(S, x, p)[0], x.q),
+        r"output has shape \(1, 67, 2, 5\) after 67 tokens; expected \(1, 67, 2, 6\)",
+    ),
+    "failure": (
+        lambda S, x, p: (S, x.kk),
+        r"it failed on one token, \w+: .*kk.*returns \(next state, output of the token\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TOKENS)
+def test_check_compares_with_the_recurrence(case: str) -> None:
+    token, message = WRONG_TOKENS[case]
+    right = replace(gla_like(good_decay, good_merge), recurrence=gla_token)
+    compile(right, check=True)
+    with pytest.raises(CheckError, match=rf"(?s)mine\.recurrence: .*{message}"):
+        compile(replace(right, recurrence=token), check=True)
 
 
 # -- a variant of one's own -----------------------------------------------------------------------
