@@ -51,6 +51,7 @@ from flexla_dist.ops.autograd import (
     refuse_double_backward,
     refuse_vmap,
 )
+from flexla_dist.ops.plan import plan_of
 from flexla_dist.shapes import whole_numbers
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ def _attention_backward(
     problem, states, chosen = _bind(op, tensors, entry, scalars, cu_seqlens, executor)
     seeds = exit_seeds(states, grad_exit)
     kept = _unpadded(saved, chosen, problem)
+    op.ran.backward = plan_of(chosen, problem, "backward")
     with full_precision(problem.device):
         found = chosen.backward(problem, kept, states, grad_output, seeds)
     named = {**found.inputs, **found.params}

@@ -8,7 +8,6 @@ error, and `last_plan` says what ran.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,29 +23,19 @@ from flexla_dist.ops import custom_ops
 from flexla_dist.ops.autograd import Call, Executor, attend
 from flexla_dist.ops.check import check_spec
 from flexla_dist.ops.known_calls import KnownCall, KnownCalls, key_of, repeats
+from flexla_dist.ops.plan import Plan, Ran, plan_of
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 State = Tensor | tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call ran: executor, chunk size, chunks, documents, and the plan of its kernels:
-    "fused" or "unfused"; "batched" where PyTorch operations run."""
-
-    executor: str
-    chunk_size: int
-    num_chunks: int
-    num_sequences: int
-    kernels: str = "batched"
-
-
 class LinearAttentionOp:
     """An operator compiled from a `LinearAttentionSpec`.
 
     Calling it computes, for every document and head, `S_n = decay_mode(S_{n-1}, chunk_n)` and
-    `o_n = merge_mode(S_{n-1}, chunk_n)` over chunks of the sequence.
+    `o_n = merge_mode(S_{n-1}, chunk_n)` over chunks of the sequence. `last_plan` tells what the
+    last call ran, `last_backward_plan` what the last backward pass did; None before one.
     """
 
     def __init__(self, graphs: Graphs, executor: str | None, chunk_size: int | None):
@@ -54,6 +43,7 @@ class LinearAttentionOp:
         self.spec = graphs.spec
         self.chunk_size = chunk_size
         self.last_plan: Plan | None = None
+        self.ran = Ran()
         self._noted: Family | None = None  # what `last_plan` is of
         self._default = executor
         self._executors: dict[str, Executor] = {}
@@ -108,17 +98,16 @@ class LinearAttentionOp:
 
     def note_plan(self, executor: Executor, problem: Problem) -> None:
         """Set `last_plan` to what is being run."""
-        last, layout = self.last_plan, problem.layout
+        last = self.last_plan
         if last is not None and self._noted is problem.family and last.executor == executor.name:
             return
         self._noted = problem.family
-        self.last_plan = Plan(
-            executor.name,
-            layout.chunk_size,
-            len(layout.chunks),
-            problem.num_sequences,
-            executor.plan,
-        )
+        self.last_plan = plan_of(executor, problem)
+
+    @property
+    def last_backward_plan(self) -> Plan | None:
+        """What the last backward pass ran, of whichever call it was; None before the first."""
+        return self.ran.backward
 
     def __call__(
         self,
@@ -200,11 +189,13 @@ class LinearAttentionOp:
         inputs, params, scalars = self._sort(arguments)
         problem = self.bind(inputs, params, scalars, offsets)
         chosen = self.executor(executor, problem.device, problem.compute_dtype)
-        result = run_local(chosen, problem, initial)
+        result = run_local(chosen, problem, initial, self.ran)
         self.note_plan(chosen, problem)
         if key is not None and repeats(chosen) and problem.layout.chunks:
             assert self.last_plan is not None
-            self.known_calls.add(key, KnownCall(chosen, problem, arguments, self.last_plan))
+            self.known_calls.add(
+                key, KnownCall(chosen, problem, arguments, self.last_plan, self.ran)
+            )
         return result
 
     def _sort(
@@ -228,11 +219,15 @@ class LinearAttentionOp:
         return inputs, params, scalars
 
 
-def run_local(executor: Executor, problem: Problem, initial: State | None) -> tuple[Tensor, State]:
-    """Run a problem through autograd on one device; returns output and exit state."""
+def run_local(
+    executor: Executor, problem: Problem, initial: State | None, ran: Ran | None = None
+) -> tuple[Tensor, State]:
+    """Run a problem through autograd on one device; returns output and exit state.
+
+    ran: told when the backward pass runs."""
     entry = problem.entry_state(initial)
     tensors = (*problem.inputs.values(), *problem.params.values())
-    output, *leave = attend(executor, Call.of(problem), entry, tensors)
+    output, *leave = attend(executor, Call.of(problem, ran), entry, tensors)
     return output, pack_state(problem.spec, tuple(leave))
 
 

@@ -143,9 +143,10 @@ def test_full_graph_equals_eager(name: str, shape: dict[str, Any]) -> None:
     op, call = op_of(name, 16), small(name, **shape)
     want = with_gradients(call, lambda: run(op, call))
     plan, op.last_plan = op.last_plan, None
+    back, op.ran.backward = op.last_backward_plan, None
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     same(with_gradients(call, lambda: compiled(op, call)), want)
-    assert op.last_plan == plan is not None
+    assert op.last_plan == plan is not None and op.last_backward_plan == back is not None
 
 
 def test_functions_are_told_apart_by_their_options() -> None:

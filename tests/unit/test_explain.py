@@ -208,6 +208,34 @@ def test_numbers_of_linear_attention_by_hand() -> None:
     assert backward.bytes_written == 2 * key + value
 
 
+@pytest.mark.parametrize("name", sorted({*variant_names(), *EXTRA_SPECS}))
+def test_no_plan_is_below_its_floor(name: str) -> None:
+    for tokens, K in ((64, 64), (256, 64), (8192, 128)):
+        explanation = explain(EXTRA_SPECS.get(name) or name, tokens=tokens, heads=2, K=K)
+        if isinstance(explanation.triton, Missing):
+            assert K > 64 or "log-scaled" in explanation.triton.reason
+            continue
+        for plan in explanation.triton.directions:
+            assert plan.floor.flops <= plan.flops, (plan.direction, tokens)
+            assert plan.floor.bytes_read <= plan.bytes_read, (plan.direction, tokens)
+            assert plan.floor.bytes_written <= plan.bytes_written, (plan.direction, tokens)
+            assert 0 < plan.floor.seconds(H200) <= plan.seconds()
+
+
+def test_backward_need_not_make_again_what_forward_kept() -> None:
+    """kda's scores and inverse: no product of the floor, though gradients go through them."""
+    explanation = explain("kda", tokens=4096, heads=4)
+    forward, backward = (plan_of(explanation, d) for d in ("forward", "backward"))
+    assert {"fused", "unfused"} >= {forward.plan, backward.plan}
+    assert any("inverse" in p.text for p in forward.floor.products)
+    assert not any("inverse" in p.text for p in backward.floor.products)
+    text = str(explanation)
+    for plan in (forward, backward):
+        assert f"\nExecutor triton, {plan.direction}, {plan.plan} ---" in text
+        page = explanation.html()
+        assert f"<h3>{plan.direction}, {plan.plan}: " in page
+
+
 def test_floor_of_the_reference_shape() -> None:
     """16K tokens, 32 heads of 128: four tensors of 134 MB, 0.125 ms at 4.3 TB/s."""
     explanation = explain("linear_attn")

@@ -268,6 +268,19 @@ def test_the_plan_says_what_ran() -> None:
     assert op.last_plan is not None and op.last_plan.chunk_size == 1
 
 
+def test_the_backward_plan_says_what_backward_ran() -> None:
+    op = LinearAttentionOp(op_of("gla").graphs, None, None)
+    calls = [make_inputs(SPECS["gla"], tokens=tokens) for tokens in (150, 7)]
+    outputs = [call_op(op, call)[0] for call in calls]
+    assert op.last_backward_plan is None
+    for output, chunks in zip(outputs, (3, 1), strict=True):
+        output.sum().backward()
+        plan = op.last_backward_plan
+        assert plan is not None and (plan.executor, plan.kernels) == ("torch", "batched")
+        assert plan.num_chunks == chunks
+    assert op.last_plan is not None and op.last_plan.num_chunks == 1
+
+
 @pytest.mark.parametrize(
     ("dtype", "K", "chunk_size"),
     [(torch.float32, 160, 32), (torch.float32, 128, 64), (torch.bfloat16, 160, 64)],
