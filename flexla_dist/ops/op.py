@@ -7,6 +7,7 @@ error, and `last_plan` says what ran.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from flexla_dist.compiler.executor.layout import check_chunk_size
 from flexla_dist.compiler.executor.problem import Family, Outline, Problem
 from flexla_dist.compiler.executor.registry import default_executor, make_executor
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
-from flexla_dist.errors import ArgumentError, ArgumentTypeError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError, NumericsWarning
 from flexla_dist.ops import custom_ops
 from flexla_dist.ops.autograd import Call, Executor, attend
 from flexla_dist.ops.check import check_spec
@@ -53,9 +54,17 @@ class LinearAttentionOp:
             self.executor(executor)
         self.key = custom_ops.register(self, executor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttentionOp:
+    def __copy__(self) -> LinearAttentionOp:
         """Itself: copies of a module share the operator, which holds no parameters."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttentionOp:
+        """Itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Spec and options: it is compiled again where it is loaded."""
+        return _load, (self.spec, self._default, self.chunk_size)
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
@@ -111,7 +120,7 @@ class LinearAttentionOp:
 
     def __call__(
         self,
-        *,
+        *unnamed: Any,
         initial_state: State | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -141,6 +150,12 @@ class LinearAttentionOp:
         Raises:
             ArgumentError, ArgumentTypeError: names, shapes, heads, dtypes or offsets do not fit.
         """
+        if unnamed:
+            spec = self.spec
+            raise ArgumentTypeError(
+                f"{spec.name}: {len(unnamed)} argument(s) without a name; give all by name: "
+                f"op({', '.join(f'{n}={n}' for n in (*spec.inputs, *spec.params))})"
+            )
         output, exit_state = self._run(arguments, initial_state, cu_seqlens, executor)
         return output, (exit_state if output_final_state else None)
 
@@ -217,6 +232,16 @@ class LinearAttentionOp:
                     f"expected {', '.join(known)}"
                 )
         return inputs, params, scalars
+
+
+def _load(
+    spec: LinearAttentionSpec, executor: str | None, chunk_size: int | None
+) -> LinearAttentionOp:
+    """A pickled operator; what its spec is warned of was told when it was compiled first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericsWarning)
+        graphs = compile_graphs(spec)
+    return LinearAttentionOp(graphs, executor, chunk_size)
 
 
 def run_local(

@@ -1,6 +1,7 @@
 """What `explain` tells: names, passes, facts, plans with their numbers, page and command."""
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from itertools import combinations
@@ -328,6 +329,7 @@ def test_command_writes_a_page_and_refuses_what_does_not_fit(
         ([f"{own}:MIN"], "did you mean 'MINE'"),
         ([str(tmp_path / "none.py")], "there is no file"),
         (["simple_glu"], "did you mean 'simple_gla'"),
+        (["own_spec:MINE"], "'own_spec:MINE' is neither a variant nor FILE.py:SPEC; give the file"),
         (["gla", "--shape", "1,x"], "'x' in --shape B,T,H,K,V is no whole number"),
         (["gla", "--shape", "1,2,3,4,5,6"], "at most five"),
         (["gla", "--size", "Q=4"], "gla has no dim 'Q'"),
@@ -345,6 +347,32 @@ def test_command_writes_a_page_and_refuses_what_does_not_fit(
     assert "unrecognized arguments: --chunk" in capsys.readouterr().err
     assert main(["explain", "gla", "--size", "K=32", "--pass", "state"]) == 0
     assert "K 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import torch\nimport nosuchmodule\n", "2: ModuleNotFoundError: No module named"),
+        ("def f():\n    1 / 0\n\nf()\n", "2: ZeroDivisionError: division by zero"),
+        ("x = (\n", "1: SyntaxError: '(' was never closed"),
+        ("import sys\nsys.exit('no')\n", "2: SystemExit: no"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(
+    text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken_spec.py"
+    path.write_text(text)
+    assert main(["explain", f"{path}:spec"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"flexla-dist explain: {path}:{line}")
+    assert "broken_spec" not in sys.modules
+
+
+def test_help_says_that_files_are_executed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    assert "the file is executed" in " ".join(capsys.readouterr().out.split())
 
 
 # -- page -----------------------------------------------------------------------------------------

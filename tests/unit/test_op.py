@@ -201,6 +201,17 @@ def test_wrong_arguments(case: str) -> None:
     assert isinstance(caught.value, ValueError | TypeError)
 
 
+def test_arguments_without_a_name() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        op_of("gla")(q, k, v)
+    assert "gla: 3 argument(s) without a name; give all by name: op(q=q, k=k," in str(caught.value)
+
+
+def test_functions_have_near_names() -> None:
+    with pytest.raises(AttributeError, match=r"'chunk_glaa' \(did you mean 'chunk_gla'\?\)"):
+        flexla_dist.ops.chunk_glaa  # noqa: B018
+
+
 def test_wrong_documents() -> None:
     op = op_of("gla")
     one = {key: x[:1] if isinstance(x, Tensor) else x for key, x in arguments("gla").items()}
