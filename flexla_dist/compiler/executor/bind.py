@@ -183,7 +183,7 @@ def _check_tensors(
 
 def _check_mix(spec: LinearAttentionSpec, tensors: Mapping[str, Tensor]) -> None:
     """Refuse float64 beside anything else, which would widen all silently, and bfloat16 beside
-    float16, which have no common reason; float32 beside one of them is computed in float32."""
+    float16, of which neither holds the other's values; float32 may stand beside one of them."""
     kinds: dict[torch.dtype, list[str]] = {}
     for name, x in tensors.items():
         kinds.setdefault(x.dtype, []).append(name)
