@@ -13,8 +13,8 @@ HOST = STRATEGIES
 DEVICE = tuple(f"{name}_device" for name in STRATEGIES)
 OTHERS = ("lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp")
 IDEALS = ("ideal_same_plan", "ideal_best")
-EVERY = (*DEVICE, "auto", *HOST, *OTHERS, *IDEALS)
-FEW = ("chain_device", "log_scan_device", "chain", "lasp2", "fla_cp", *IDEALS)
+EVERY = (*DEVICE, *IDEALS, "auto", *HOST, *OTHERS)
+FEW = ("chain_device", *IDEALS, "log_scan_device", "chain", "lasp2", "fla_cp")
 
 
 @dataclass(frozen=True)
