@@ -7,10 +7,12 @@ a preset are of data sheets where a source is named, else assumptions, and said 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-SOFTWARE = ("message", "p2p", "gather", "all_to_all", "device")
+SOFTWARE = ("message", "p2p", "gather", "all_to_all", "device", "notice")
+TWO_SIDED = ("message", "p2p")
 
 
 class ModelProblem(ValueError):
@@ -34,11 +36,13 @@ class Cluster:
     """Ranks on nodes.
 
     inside, between: links in a node and between nodes, by who drives them: `message` (our host
-    engine), `p2p` (host point-to-point), `gather` and `all_to_all` (a step of a collective), and
-    `device` (kernels that put and signal). cores: CPU cores that all ranks of a node share for
+    engine), `p2p` (host point-to-point), `gather` and `all_to_all` (a step of a collective),
+    `device` (kernels that put and signal), and `notice` (word to a sender that its message is
+    awaited; none where the link is missing). cores: CPU cores that all ranks of a node share for
     computing and for moving messages, None where ranks have a device each. sharing: ranks that
     share a port out of the node. ring_waits: a step of an all-gather's ring over nodes waits
-    for the one before, as gloo's does; NCCL's follow each other. kernel_scale: factor on measured
+    for the one before, as gloo's does; NCCL's follow each other. streams: messages are work of a
+    device's stream, so that our engine gathers by one collective and not by messages. kernel_scale: factor on measured
     kernel times, with its reason among the assumptions.
     """
 
@@ -49,6 +53,7 @@ class Cluster:
     cores: int | None = None
     sharing: int = 1
     ring_waits: bool = False
+    streams: bool = False
     kernel_scale: float = 1.0
     kernels_of: str = "nvidia_h200"
     assumptions: tuple[str, ...] = ()
@@ -65,6 +70,30 @@ class Cluster:
             )
         return links[kind]
 
+    def notice(self, source: int, target: int) -> float:
+        """Seconds until `source` knows that `target` has posted its receive."""
+        same = source // self.node_size == target // self.node_size
+        link = (self.inside if same else self.between).get("notice")
+        return 0.0 if link is None else link.alpha
+
+
+def with_notices(links: Mapping[str, Link]) -> dict[str, Link]:
+    """Measured links of two-sided messages, cut into notices and messages.
+
+    They were measured there and back between ranks that begin together: the first message waits
+    for its notice, the other's comes meanwhile. Of the three empty messages in a row that p2p's
+    alpha is half of, one is a notice, and half of it is in the alpha of either kind.
+    """
+    if "p2p" not in links:
+        return dict(links)
+    notice = links["p2p"].alpha * 2 / 3
+    cut = {
+        kind: replace(links[kind], alpha=max(0.0, links[kind].alpha - notice / 2))
+        for kind in TWO_SIDED
+        if kind in links
+    }
+    return {**links, **cut, "notice": Link(notice, math.inf)}
+
 
 def _links(alpha_us: Mapping[str, float], gigabytes: float) -> dict[str, Link]:
     return {kind: Link(1e-6 * alpha, 1e9 * gigabytes) for kind, alpha in alpha_us.items()}
@@ -72,10 +101,10 @@ def _links(alpha_us: Mapping[str, float], gigabytes: float) -> dict[str, Link]:
 
 # Microseconds of an empty message. All are assumptions, see _ALPHAS: a message that the host drives
 # costs launches, a step of a collective's ring and a put from inside a kernel do not.
-_NVLINK = {"message": 25.0, "p2p": 25.0, "gather": 3.0, "all_to_all": 3.0, "device": 4.0}
-_NETWORK = {"message": 30.0, "p2p": 30.0, "gather": 8.0, "all_to_all": 8.0, "device": 12.0}
-_EFA = {"message": 45.0, "p2p": 45.0, "gather": 20.0, "all_to_all": 20.0, "device": 25.0}
-_PCIE = {"message": 30.0, "p2p": 30.0, "gather": 6.0, "all_to_all": 6.0, "device": 6.0}
+_NVLINK = {"message": 25.0, "p2p": 25.0, "gather": 3.0, "all_to_all": 3.0, "device": 4.0, "notice": 3.0}
+_NETWORK = {"message": 30.0, "p2p": 30.0, "gather": 8.0, "all_to_all": 8.0, "device": 12.0, "notice": 8.0}
+_EFA = {"message": 45.0, "p2p": 45.0, "gather": 20.0, "all_to_all": 20.0, "device": 25.0, "notice": 20.0}
+_PCIE = {"message": 30.0, "p2p": 30.0, "gather": 6.0, "all_to_all": 6.0, "device": 6.0, "notice": 6.0}
 
 _ALPHAS = (
     "latencies are assumptions: 4 us a device-driven hop over NVLink (measured inside one H200: "
@@ -97,6 +126,7 @@ PRESETS: dict[str, Cluster] = {
             8,
             _links(_NVLINK, 300.0),
             _links(_NETWORK, 45.0),
+            streams=True,
             kernel_scale=6.7,
             assumptions=(
                 _ALPHAS,
@@ -115,6 +145,7 @@ PRESETS: dict[str, Cluster] = {
             8,
             _links(_NVLINK, 300.0),
             _links(_NETWORK, 45.0),
+            streams=True,
             assumptions=(_ALPHAS, _SHARE, "one 400 Gb/s card a GPU"),
             sources=(_H200_SOURCE, _IB_SOURCE),
         ),
@@ -123,6 +154,7 @@ PRESETS: dict[str, Cluster] = {
             8,
             _links(_NVLINK, 300.0),
             _links(_EFA, 40.0),
+            streams=True,
             assumptions=(
                 _ALPHAS.replace("12 us over InfiniBand", "25 us over EFA"),
                 "40 of 50 GB/s a GPU are reached",
@@ -139,6 +171,7 @@ PRESETS: dict[str, Cluster] = {
             _links(_PCIE, 20.0),
             _links(_NETWORK, 22.0),
             sharing=4,
+            streams=True,
             kernel_scale=8.3,
             assumptions=(
                 "PCIe 4.0 x16 carries 32 GB/s a direction, 20 are reached between GPUs; four GPUs "

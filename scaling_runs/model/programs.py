@@ -42,8 +42,8 @@ class Direction:
         self.network.send(kind, self.rank(at), self.rank(to), size, key)
 
     def received(self, at: int, to: int, what: object) -> Event:
-        """The arrival of a message."""
-        return self.network.arrival((self.reverse, at, to, what))
+        """Post the receive of a message; the event is its arrival."""
+        return self.network.receive((self.reverse, at, to, what))
 
     def gather(self, what: object, size: float) -> Event:
         """Take part in an all-gather."""
@@ -136,14 +136,19 @@ def hierarchical(d: Direction, at: int) -> Process:
 
 
 def all_gather(d: Direction, at: int) -> Process:
-    """A message of an element to every rank, then a walk over those before."""
+    """An element to every rank, by a collective on streams and else by a message each, then a walk
+    over those before."""
     if at + 1 < d.ranks:
         yield d.work(at, d.pre)
-    others = [place for place in range(d.ranks) if place != at]
-    for place in others:
-        d.send("message", at, place, d.load.bytes.element, "element")
-    for place in others:
-        yield d.received(place, at, "element")
+    if d.network.cluster.streams:
+        yield d.gather("element", d.load.bytes.element)
+    else:
+        others = [place for place in range(d.ranks) if place != at]
+        arrivals = [d.received(place, at, "element") for place in others]
+        for place in others:
+            d.send("message", at, place, d.load.bytes.element, "element")
+        for arrival in arrivals:
+            yield arrival
     yield d.work(at, at * d.load.kernels.apply)
     yield d.work(at, d.post)
 
@@ -185,9 +190,10 @@ def zeco(d: Direction, at: int) -> Process:
     last, blocks = at + 1 == d.ranks, ZECO_BLOCKS
     if not last:
         yield d.work(at, d.pre)
+    arrivals = [d.received(at - 1, at, block) for block in range(blocks if at else 0)]
     for block in range(blocks):
         if at:
-            yield d.received(at - 1, at, block)
+            yield arrivals[block]
             if not last:
                 yield d.work(at, d.load.kernels.apply / blocks)
         if not last:
