@@ -110,7 +110,7 @@ def fair_shares(flows: Iterable[Flow]) -> dict[Flow, float]:
     next fullest what is left to them; no message has more than a whole port."""
     open_flows = dict.fromkeys(flows)
     ports = dict.fromkeys(port for flow in open_flows for port in flow.ports)
-    room = {port: 1.0 for port in ports}
+    room = dict.fromkeys(ports, 1.0)
     users = {port: sum(flow in open_flows for flow in port.passing) for port in ports}
     found: dict[Flow, float] = {}
     while open_flows:
