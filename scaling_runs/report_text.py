@@ -7,6 +7,7 @@ from typing import Any
 
 from scaling_runs.model.maps import CANDIDATES
 from scaling_runs.model.programs import PROGRAMS
+from scaling_runs.report_cluster import cluster_section
 from scaling_runs.report_data import Line, Report
 from scaling_runs.report_runs import SystemRuns, commit_words, runs_table, unrun_words
 
@@ -52,8 +53,9 @@ def page(
         name = plot.removesuffix(".png").replace("_", " ")
         parts.append(f"![{name}]({plot})\n")
         if name.startswith("scaling map"):
-            text = f"Modelled, not measured. {unrun_words(CANDIDATES, known)}"
+            text = f"Every cell is modelled, none is measured. {unrun_words(CANDIDATES, known)}"
             parts.append(f"{text.strip()}\n")
+    parts.append(cluster_section(found.modelled()))
     for title, lines in (("Measured", found.measured()), ("Modelled", found.modelled())):
         if lines:
             parts.append(f"## {title}\n")
@@ -130,6 +132,8 @@ def _table(key: tuple, lines: Sequence[Line]) -> str:
 def _commits(lines: Sequence[Line]) -> str:
     dates = sorted({f"{line.date}, {line.commit}" for line in lines})
     words = "; ".join(dates)
+    parts = sorted({line.kernels_of for line in lines if line.kernels_of})
+    words += f"; local parts of {', '.join(parts)}" if parts else ""
     if any(line.kind == "measured" and line.commit.endswith("+") for line in lines):
         words += " (+: changes that were not committed)"
     return words

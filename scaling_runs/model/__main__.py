@@ -65,15 +65,28 @@ from scaling_runs.model.validate import (
     keep_verdict,
     require_validation,
 )
-from scaling_runs.model.workload import KernelTable, nearest_world, workload_of
+from scaling_runs.model.workload import KernelTable, Workload, nearest_world, workload_of
 from scaling_runs.rows import RowStore, format_table
 from scaling_runs.weak_grid import Grid, GridProblem, Point, add_options, read_grid
 from scaling_runs.weak_rows import COLUMNS, KEY, describe_run, measured_times
 
 PREDICTED = (
     *("kind", "date", "commit", "cluster", "kernels_of", "system", "variant", "direction"),
-    *("P", "T", "B", "H", "K", "V", "dtype", "state_bytes", "ms", "over_same_plan_ms"),
+    *(
+        "P",
+        "T",
+        "B",
+        "H",
+        "K",
+        "V",
+        "dtype",
+        "state_bytes",
+        "ms",
+        "over_same_plan_ms",
+        "exchange_ms",
+    ),
 )
+MOST_ALONE = 128  # ranks: exchanges of more take long to simulate
 PREDICTED_KEY = (
     *("cluster", "system", "variant", "direction", "P", "T", "B", "H", "K", "V", "dtype"),
 )
@@ -193,15 +206,25 @@ def predicted_rows(
         for system in PROGRAMS:
             try:
                 seconds = simulate(system, load, cluster, point.direction).seconds
+                alone = _alone(system, load, cluster, point)
             except ModelProblem:
                 continue
-            found.append(_row(replace(point, system=system), cluster, seconds, floor, kernels_of))
+            times = (seconds, floor, alone)
+            found.append(_row(replace(point, system=system), cluster, times, kernels_of))
     return found
 
 
+def _alone(system: str, load: Workload, cluster: Cluster, point: Point) -> float | None:
+    """Seconds of the exchange without local work, where the report shows it."""
+    if point.direction != "fwd" or point.P > MOST_ALONE:
+        return None
+    return simulate(system, load.exchange_alone(), cluster, "fwd").seconds
+
+
 def _row(
-    point: Point, cluster: Cluster, seconds: float, floor: float, kernels_of: str
+    point: Point, cluster: Cluster, times: tuple[float, float, float | None], kernels_of: str
 ) -> dict[str, object]:
+    seconds, floor, alone = times
     row = {name: value for name, value in vars(point).items() if name in PREDICTED}
     return row | {
         "kind": "modelled",
@@ -212,6 +235,7 @@ def _row(
         "state_bytes": point.state_bytes,
         "ms": f"{1e3 * seconds:.4f}",
         "over_same_plan_ms": f"{1e3 * (seconds - floor):.4f}",
+        "exchange_ms": "" if alone is None else f"{1e3 * alone:.4f}",
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable
+from functools import partial
 
 from scaling_runs.model.events import Event, Simulation
 
@@ -75,9 +76,7 @@ class Flows:
         for flow, share in fair_shares(flows).items():
             flow.share, flow.turn = share, flow.turn + 1
             left = 0.0 if flow.left <= _NOTHING * flow.total else flow.left
-            self.simulation.at(
-                now + left / share, lambda flow=flow, turn=flow.turn: self._leave(flow, turn)
-            )
+            self.simulation.at(now + left / share, partial(self._leave, flow, flow.turn))
 
     @staticmethod
     def _meeting(ports: Iterable[Port]) -> dict[Flow, None]:

@@ -9,13 +9,13 @@ composing elements was not measured alone: it takes the time of the bytes that i
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaling_runs.model.clusters import ModelProblem
 from scaling_runs.model.workload import Kernels, bytes_of
-from scaling_runs.rows import RowStore
 from scaling_runs.weak_grid import Point
 
 COPY_BANDWIDTH = 4.28e12  # bytes a second that one H200 copies, measured
@@ -46,13 +46,8 @@ class GpuRows:
     @classmethod
     def read(cls, folder: Path, slug: str) -> GpuRows:
         """Those of a folder. Raises ModelProblem where there are none."""
-        from scaling_runs.bench import COLUMNS, KEY
-        from scaling_runs.virtual_ranks import COLUMNS as VIRTUAL_COLUMNS
-        from scaling_runs.virtual_ranks import KEY as VIRTUAL_KEY
-
-        stores = (
-            RowStore(folder / f"single_gpu_{slug}.csv", COLUMNS, KEY).rows(),
-            RowStore(folder / f"virtual_ranks_{slug}.csv", VIRTUAL_COLUMNS, VIRTUAL_KEY).rows(),
+        stores = tuple(
+            _rows(folder / f"{name}_{slug}.csv") for name in ("single_gpu", "virtual_ranks")
         )
         if not all(stores):
             raise ModelProblem(
@@ -100,6 +95,13 @@ class GpuRows:
         alone = [r for r in rows if r["impl"] == "ideal_best" and r["W"] == plan["W"]]
         ranks = int(plan["W"])
         return _per_token(plan, ranks) - _per_token(_nearest(alone, point), ranks)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _ours(row: Mapping[str, str]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,6 +70,11 @@ class Workload:
     kernels: Kernels
     panels: int
     groups: int = 1
+
+    def exchange_alone(self) -> Workload:
+        """The call without local work: only elements are applied and composed."""
+        silent = {name: 0.0 for name in ("summary", "forward", "adjoint", "backward")}
+        return replace(self, kernels=replace(self.kernels, **silent))
 
     def group(self, panel: int) -> int:
         """The group of a panel."""
