@@ -1,4 +1,4 @@
-"""The section on the largest published cluster: overheads, who loses, published points, assumptions.
+"""The section on the published cluster: overheads, who loses, published points, assumptions.
 
 Contract: all numbers are of modelled lines; without lines of the cluster the section is empty.
 """
@@ -29,7 +29,7 @@ def cases_of(lines: Sequence[Line], ranks: int) -> dict[Case, Times]:
     """{(variant, direction, place): {system: ms}} on that many ranks of the cluster."""
     found: dict[Case, Times] = {}
     for line in lines:
-        if line.where in PLACES and line.P == ranks and line.kind == "modelled":
+        if line.where in PLACES and ranks == line.P and line.kind == "modelled":
             found.setdefault((line.variant, line.direction, line.where), {})[line.system] = line.ms
     wanted = ("ideal_same_plan", "ideal_best", *DEVICE)
     return {case: times for case, times in found.items() if all(n in times for n in wanted)}
@@ -44,7 +44,8 @@ def cluster_section(lines: Sequence[Line]) -> str:
     kernels = sorted({line.kernels_of for line in lines if line.where in PLACES})
     parts = [
         f"## {RANKS} GPUs of the published cluster\n",
-        f"Modelled, not measured: weak scaling on `{CLUSTER}`, local parts of {'; '.join(kernels)}. "
+        f"Modelled, not measured: weak scaling on `{CLUSTER}`, local parts of "
+        f"{'; '.join(kernels)}. "
         f"`{PLACES[0]}` has the quickest local parts that an H20 can have, `{PLACES[1]}` the "
         "slowest; the truth lies between. No run between nodes stands behind these numbers.\n",
         *_overheads(cases),
@@ -82,31 +83,56 @@ def _overheads(cases: dict[Case, Times]) -> list[str]:
     ]
 
 
-def _losses(lines: Sequence[Line]) -> list[str]:
-    """Where another system is quicker than ours, on any number of ranks."""
-    ranks = sorted({line.P for line in lines if line.where in PLACES})
-    said: dict[str, list[str]] = {}
-    for count in ranks:
-        for (variant, direction, place), times in cases_of(lines, count).items():
-            other = min((n for n in OTHERS if n in times), key=lambda name: times[name])
-            for words, own in (("device engine", DEVICE), ("host engine", HOST)):
-                best = min((n for n in own if n in times), key=lambda name: times[name])
-                if times[other] < times[best]:
-                    text = f"{variant} {direction} on {count} (`{place}`): {other} "
-                    text += f"*{times[other]:.2f}*, {best} *{times[best]:.2f}*"
-                    said.setdefault(words, []).append(text)
-    found = ["Where ours lose to the quickest other system:\n"]
-    for words in ("device engine", "host engine"):
-        where = said.get(words, [])
-        found.append(
-            f"- {words}: {len(where)} of {_count(lines, ranks)} cases" + ("." * (not where))
+def losses(cases: Sequence[tuple[int, Case, Times]], own: Sequence[str]) -> list[str]:
+    """Where another system is quicker than the quickest of `own`, a line for each kind of call:
+    the ranks, the systems, by how much at most."""
+    found: dict[Case, list[tuple[int, str, float]]] = {}
+    for ranks, case, times in cases:
+        other = min((n for n in OTHERS if n in times), key=lambda name: times[name])
+        best = min(times[n] for n in own if n in times)
+        if times[other] < best:
+            found.setdefault(case, []).append((ranks, other, best / times[other] - 1))
+    lines = []
+    for (variant, direction, place), lost in found.items():
+        counts = ", ".join(str(ranks) for ranks, _, _ in lost)
+        others = ", ".join(f"`{name}`" for name in dict.fromkeys(name for _, name, _ in lost))
+        most = max(more for _, _, more in lost)
+        lines.append(
+            f"{variant} {direction}, `{place}`: P = {counts}, to {others}, by up to {most:.1%}"
         )
+    return lines
+
+
+def _losses(lines: Sequence[Line]) -> list[str]:
+    ranks = sorted({line.P for line in lines if line.where in PLACES})
+    cases = [(p, case, times) for p in ranks for case, times in cases_of(lines, p).items()]
+    found = ["Where ours lose to the quickest other system, modelled:\n"]
+    for words, own in (("device engine", DEVICE), ("host engine", HOST)):
+        where = losses(cases, own)
+        found.append(f"- {words}: " + ("nowhere" if not where else f"of {len(cases)} cases"))
         found += [f"  - {text}" for text in where]
     return [*found, ""]
 
 
-def _count(lines: Sequence[Line], ranks: Sequence[int]) -> int:
-    return sum(len(cases_of(lines, count)) for count in ranks)
+def measured_losses(lines: Sequence[Line]) -> str:
+    """Where ours lost in measured calls that began with a barrier; empty where nothing compares."""
+    found: dict[tuple, Times] = {}
+    for line in lines:
+        if line.kind == "measured" and line.placement == "barrier":
+            place = f"{line.where}, {line.mode}, state {line.state_bytes / 2**20:g} MiB"
+            case = (line.variant, line.direction, place)
+            found.setdefault((line.P, case), {})[line.system] = line.ms
+    own = (*HOST, *(f"{name}_device" for name in HOST))
+    cases = [
+        (ranks, case, times)
+        for (ranks, case), times in found.items()
+        if any(n in times for n in own) and any(n in times for n in OTHERS)
+    ]
+    if not cases:
+        return ""
+    where = [f"- {text}" for text in losses(cases, own)] or ["- nowhere"]
+    head = f"Where ours lost to the quickest other system, measured, of {len(cases)} cases:\n"
+    return "\n".join([head, *where, ""])
 
 
 def _published(lines: Sequence[Line]) -> list[str]:
@@ -125,9 +151,7 @@ def _published(lines: Sequence[Line]) -> list[str]:
                 == (place, system, "gated_delta_rule", "fwd")
             }
             if 4 in own and RANKS in own:
-                growth = own[RANKS] - own[4]
-                rows.append(
-                    f"| `{system}` fwd, modelled, `{place}` | *{own[4]:.2f}* | *{own[RANKS]:.2f}* | "
-                    f"*{growth:.2f}* |"
-                )
+                numbers = (own[4], own[RANKS], own[RANKS] - own[4])
+                cells = " | ".join(f"*{value:.2f}*" for value in numbers)
+                rows.append(f"| `{system}` fwd, modelled, `{place}` | {cells} |")
     return [*rows, ""]

@@ -7,7 +7,7 @@ from typing import Any
 
 from scaling_runs.model.maps import CANDIDATES
 from scaling_runs.model.programs import PROGRAMS
-from scaling_runs.report_cluster import cluster_section
+from scaling_runs.report_cluster import cluster_section, measured_losses
 from scaling_runs.report_data import Line, Report
 from scaling_runs.report_runs import SystemRuns, commit_words, runs_table, unrun_words
 
@@ -53,12 +53,15 @@ def page(
         name = plot.removesuffix(".png").replace("_", " ")
         parts.append(f"![{name}]({plot})\n")
         if name.startswith("scaling map"):
-            text = f"Every cell is modelled, none is measured. {unrun_words(CANDIDATES, known)}"
+            text = "Every cell is modelled, none is measured: exchanges alone, with no local work "
+            text += f"beside them that could hide them. {unrun_words(CANDIDATES, known)}"
             parts.append(f"{text.strip()}\n")
     parts.append(cluster_section(found.modelled()))
     for title, lines in (("Measured", found.measured()), ("Modelled", found.modelled())):
         if lines:
             parts.append(f"## {title}\n")
+            if title == "Measured":
+                parts.append(measured_losses(lines))
             if title == "Modelled":
                 words = unrun_words((line.system for line in lines), known)
                 parts += [f"{words}\n"] if words else []

@@ -73,7 +73,7 @@ class Workload:
 
     def exchange_alone(self) -> Workload:
         """The call without local work: only elements are applied and composed."""
-        silent = {name: 0.0 for name in ("summary", "forward", "adjoint", "backward")}
+        silent = dict.fromkeys(("summary", "forward", "adjoint", "backward"), 0.0)
         return replace(self, kernels=replace(self.kernels, **silent))
 
     def group(self, panel: int) -> int:
