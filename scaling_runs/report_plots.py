@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib import ticker
+from matplotlib.artist import Artist
 from matplotlib.patches import Patch
 
 from scaling_runs.model.clusters import PRESETS, ModelProblem
@@ -53,7 +55,7 @@ def draw(found: Report, folder: Path, runs: dict[str, SystemRuns]) -> list[str]:
     return written + _maps(folder, runs)
 
 
-def _style(system: str, kind: str) -> dict[str, object]:
+def _style(system: str, kind: str) -> dict[str, Any]:
     """The same in every plot: ours round or diamonds, others crosses, floors without marks."""
     shown = "--" if kind == "modelled" else "-"
     if system.startswith("ideal"):
@@ -86,13 +88,17 @@ def _value(line: Line, what: str) -> float | None:
     return line.ms
 
 
-def _times(axis: plt.Axes, here: Sequence[Line], what: str, labels: dict[str, object]) -> None:
+def _times(axis: plt.Axes, here: Sequence[Line], what: str, labels: dict[str, Artist]) -> None:
     """All systems over ranks: times, what of them is above ideal_same_plan, or times over it."""
     for system in sorted({n.system for n in here}):
         own = sorted((n for n in here if n.system == system), key=lambda n: n.P)
         points = [(n.P, value) for n in own if (value := _value(n, what))]
         if points:
-            style = {"markersize": 4, "linewidth": 1.2, **_style(system, own[0].kind)}
+            style: dict[str, Any] = {
+                "markersize": 4,
+                "linewidth": 1.2,
+                **_style(system, own[0].kind),
+            }
             [drawn] = axis.plot(*zip(*points, strict=True), **style)
             labels.setdefault(system, drawn)
     first = here[0]
@@ -113,7 +119,7 @@ def _panels(
         return None
     wide, high = len(columns), len(variants)
     figure, axes = plt.subplots(high, wide, figsize=(4.8 * wide, 4.2 * high), squeeze=False)
-    labels: dict[str, object] = {}
+    labels: dict[str, Artist] = {}
     for row, variant in zip(axes, variants, strict=True):
         for axis, (direction, what) in zip(row, columns, strict=True):
             here = [n for n in lines if (n.variant, n.direction) == (variant, direction)]
@@ -125,11 +131,17 @@ def _panels(
                 _published(axis, variant, labels)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    figure.legend(labels.values(), labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)
+    figure.legend(
+        list(labels.values()),
+        list(labels),
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        fontsize=9,
+    )
     return figure
 
 
-def _published(axis: plt.Axes, variant: str, labels: dict[str, object]) -> None:
+def _published(axis: plt.Axes, variant: str, labels: dict[str, Artist]) -> None:
     for (system, of, points), mark in zip(PAPER, ("*", "P"), strict=True):
         if of == variant:
             [drawn] = axis.plot(*zip(*points.items(), strict=True), f"k{mark}", markersize=8)
@@ -213,7 +225,7 @@ def _bytes(lines: Sequence[Line]) -> plt.Figure | None:
     if not variants:
         return None
     figure, axes = plt.subplots(1, len(variants), figsize=(5.2 * len(variants), 4.0), squeeze=False)
-    labels: dict[str, object] = {}
+    labels: dict[str, Artist] = {}
     for axis, variant in zip(axes.flat, variants, strict=True):
         here = [n for n in chosen if n.variant == variant]
         for number, system in enumerate(sorted({n.system for n in here})):
@@ -233,7 +245,13 @@ def _bytes(lines: Sequence[Line]) -> plt.Figure | None:
         axis.set_ylabel("received by a rank, in states")
         _rank_axis(axis, sorted({n.P for n in here}))
     figure.tight_layout()
-    figure.legend(labels.values(), labels, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    figure.legend(
+        list(labels.values()),
+        list(labels),
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        fontsize=8,
+    )
     return figure
 
 
@@ -247,7 +265,7 @@ def _maps(folder: Path, runs: dict[str, SystemRuns]) -> list[str]:
     written = []
     for cluster in PRESETS.values():
         figure, axes = plt.subplots(1, 2, figsize=(11.0, 4.8))
-        shown: dict[str, Patch] = {}
+        shown: dict[str, Artist] = {}
         for axis, dense in zip(axes, (False, True), strict=True):
             names, best = strategy_map(cluster, dense)
             unrun = without_run((names[place] for row in best for place in row), runs)
@@ -266,7 +284,7 @@ def _maps(folder: Path, runs: dict[str, SystemRuns]) -> list[str]:
                 f"{cluster.name}, {kind}: quickest exchange\n(every cell modelled{mark})",
                 fontsize=9,
             )
-        figure.legend(shown.values(), shown, loc="lower center", ncols=4, fontsize=10)
+        figure.legend(list(shown.values()), list(shown), loc="lower center", ncols=4, fontsize=10)
         figure.subplots_adjust(bottom=0.2)
         name = f"scaling_map_{cluster.name}.png"
         figure.savefig(folder / name, dpi=110, bbox_inches="tight")

@@ -49,11 +49,14 @@ def page(
     """The whole page."""
     known = dict(runs)
     parts = ["# Scaling\n", HOW, f"{commit_words(found.measured())}\n", runs_table(known)]
+    maps = [plot for plot in plots if plot.startswith("scaling_map")]
     for plot in plots:
         name = plot.removesuffix(".png").replace("_", " ")
         parts.append(f"![{name}]({plot})\n")
-        if name.startswith("scaling map"):
-            text = "Every cell is modelled, none is measured: exchanges alone, with no local work "
+        if maps and plot == maps[-1]:
+            text = (
+                "Every cell of a map is modelled, none is measured: exchanges alone, no local work "
+            )
             text += f"beside them that could hide them. {unrun_words(CANDIDATES, known)}"
             parts.append(f"{text.strip()}\n")
     parts.append(cluster_section(found.modelled()))

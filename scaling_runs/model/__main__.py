@@ -204,6 +204,8 @@ def predicted_rows(
         load = workload_of(point, table.kernels(point).scaled(cluster.kernel_scale))
         floor = simulate("ideal_same_plan", load, cluster, point.direction).seconds
         for system in PROGRAMS:
+            if system == "ulysses" and point.heads % point.P:
+                continue  # it cuts by heads
             try:
                 seconds = simulate(system, load, cluster, point.direction).seconds
                 alone = _alone(system, load, cluster, point)

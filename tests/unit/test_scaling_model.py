@@ -308,6 +308,8 @@ def test_predictions_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[st
     places = {tuple(line.split(",")[:2]) for line in lines}
     assert places == {("modelled", "h20_ib"), ("modelled", "h20_ib_slow")}
     assert "## 128 GPUs of the published cluster" in page
+    systems = {line.split(",")[2] for line in lines}
+    assert "lasp2" in systems and "ulysses" not in systems  # 2 heads, 8 and 128 ranks
 
 
 def test_a_report_wants_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
