@@ -13,14 +13,14 @@ from scaling_runs.weak_rows import COLUMNS, KEY
 SUMMARY = (
     *("kind", "where", "system", "variant", "mode", "placement", "direction", "P", "T", "B", "H"),
     *("K", "V", "dtype", "state_bytes", "ms", "p20_ms", "p80_ms", "floor_ms", "exposed_ms"),
-    *("exchange_ms", "hidden_ms", "received_bytes", "date", "commit"),
+    *("exchange_ms", "hidden_ms", "received_bytes", "date", "commit", "kernels_of"),
 )
 
 
 @dataclass(frozen=True)
 class Line:
     """One time. floor_ms: our local work alone; exposed: above it; exchange: of states alone;
-    hidden: of the exchange what is not exposed."""
+    hidden: of the exchange what is not exposed. kernels_of: whose local parts a model has."""
 
     kind: str
     where: str
@@ -45,6 +45,7 @@ class Line:
     commit: str
     floor_ms: float | None = None
     exchange_ms: float | None = None
+    kernels_of: str = ""
 
     @property
     def group(self) -> tuple:
@@ -133,9 +134,11 @@ def _measured(row: dict[str, str], where: str) -> Line:
 
 
 def _modelled(row: dict[str, str]) -> Line:
-    names = ("system", "variant", "direction", "dtype", "date", "commit")
+    names = ("system", "variant", "direction", "dtype", "date", "commit", "kernels_of")
+    alone = row["exchange_ms"]
     return Line(
         kind="modelled",
+        exchange_ms=float(alone) if alone else None,
         where=row["cluster"],
         mode="weak",
         placement="barrier",
@@ -160,7 +163,7 @@ def _with_floors(lines: Iterable[Line]) -> list[Line]:
     for line in lines:
         values = dict(vars(line))
         values["floor_ms"] = floors.get(line.group)
-        if line.placement != "exchange":
+        if line.kind == "measured" and line.placement != "exchange":
             values["exchange_ms"] = alone.get((line.where, line.system, *line.call))
         found.append(Line(**values))
     return found

@@ -7,6 +7,7 @@ from typing import Any
 
 from scaling_runs.model.maps import CANDIDATES
 from scaling_runs.model.programs import PROGRAMS
+from scaling_runs.report_cluster import cluster_section, measured_losses
 from scaling_runs.report_data import Line, Report
 from scaling_runs.report_runs import SystemRuns, commit_words, runs_table, unrun_words
 
@@ -48,15 +49,22 @@ def page(
     """The whole page."""
     known = dict(runs)
     parts = ["# Scaling\n", HOW, f"{commit_words(found.measured())}\n", runs_table(known)]
+    maps = [plot for plot in plots if plot.startswith("scaling_map")]
     for plot in plots:
         name = plot.removesuffix(".png").replace("_", " ")
         parts.append(f"![{name}]({plot})\n")
-        if name.startswith("scaling map"):
-            text = f"Modelled, not measured. {unrun_words(CANDIDATES, known)}"
+        if maps and plot == maps[-1]:
+            text = (
+                "Every cell of a map is modelled, none is measured: exchanges alone, no local work "
+            )
+            text += f"beside them that could hide them. {unrun_words(CANDIDATES, known)}"
             parts.append(f"{text.strip()}\n")
+    parts.append(cluster_section(found.modelled()))
     for title, lines in (("Measured", found.measured()), ("Modelled", found.modelled())):
         if lines:
             parts.append(f"## {title}\n")
+            if title == "Measured":
+                parts.append(measured_losses(lines))
             if title == "Modelled":
                 words = unrun_words((line.system for line in lines), known)
                 parts += [f"{words}\n"] if words else []
@@ -130,6 +138,8 @@ def _table(key: tuple, lines: Sequence[Line]) -> str:
 def _commits(lines: Sequence[Line]) -> str:
     dates = sorted({f"{line.date}, {line.commit}" for line in lines})
     words = "; ".join(dates)
+    parts = sorted({line.kernels_of for line in lines if line.kernels_of})
+    words += f"; local parts of {', '.join(parts)}" if parts else ""
     if any(line.kind == "measured" and line.commit.endswith("+") for line in lines):
         words += " (+: changes that were not committed)"
     return words

@@ -15,8 +15,9 @@
     python -m scaling_runs.model --predict h20_ib --ranks 4,8,16,32,64,128,1024
 
 On a GPU, --calibrate on one rank measures kernel times (kernels_nvidia_h200.csv), which --predict
-reads. --predict refuses until --validate has passed with the model's present sources. Every row it
-writes (predicted_<cluster>.csv) has kind = modelled.
+reads; without them it takes rows of single_gpu.py and virtual_ranks.py. It refuses until --validate
+has passed with the model's present sources. Every row it writes (predicted_<cluster>.csv) has kind
+= modelled; where kernel times of the cluster are not known, rows of its slowest are `.._slow`.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ from scaling_runs.model.clusters import (
     ModelProblem,
     from_calibration,
     get_cluster,
+    slowest,
 )
 from scaling_runs.model.emulated import EmulatedRows
+from scaling_runs.model.gpu_rows import ASSUMPTIONS as GPU_ASSUMPTIONS
+from scaling_runs.model.gpu_rows import GpuRows
 from scaling_runs.model.paced import (
     PACED_COLUMNS,
     PACED_KEY,
@@ -61,15 +65,28 @@ from scaling_runs.model.validate import (
     keep_verdict,
     require_validation,
 )
-from scaling_runs.model.workload import KernelTable, nearest_world, workload_of
+from scaling_runs.model.workload import KernelTable, Workload, nearest_world, workload_of
 from scaling_runs.rows import RowStore, format_table
 from scaling_runs.weak_grid import Grid, GridProblem, Point, add_options, read_grid
 from scaling_runs.weak_rows import COLUMNS, KEY, describe_run, measured_times
 
 PREDICTED = (
     *("kind", "date", "commit", "cluster", "kernels_of", "system", "variant", "direction"),
-    *("P", "T", "B", "H", "K", "V", "dtype", "state_bytes", "ms", "over_same_plan_ms"),
+    *(
+        "P",
+        "T",
+        "B",
+        "H",
+        "K",
+        "V",
+        "dtype",
+        "state_bytes",
+        "ms",
+        "over_same_plan_ms",
+        "exchange_ms",
+    ),
 )
+MOST_ALONE = 128  # ranks: exchanges of more take long to simulate
 PREDICTED_KEY = (
     *("cluster", "system", "variant", "direction", "P", "T", "B", "H", "K", "V", "dtype"),
 )
@@ -174,33 +191,53 @@ def run_local_heap(options: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-def predicted_rows(grid: Grid, cluster: Cluster, table: KernelTable) -> list[dict[str, object]]:
+def predicted_rows(
+    grid: Grid, cluster: Cluster, table: KernelTable | GpuRows
+) -> list[dict[str, object]]:
     """Modelled rows of all points of weak scaling of a grid, and of every system with a program."""
     found: list[dict[str, object]] = []
     whole = replace(grid, modes=("weak",), placements=("barrier",), systems=("ideal_same_plan",))
     for point in whole.points():
+        kernels_of = cluster.kernels_of
+        if isinstance(table, GpuRows):
+            kernels_of = f"{kernels_of} ({table.source(point.variant)})"
         load = workload_of(point, table.kernels(point).scaled(cluster.kernel_scale))
         floor = simulate("ideal_same_plan", load, cluster, point.direction).seconds
         for system in PROGRAMS:
+            if system == "ulysses" and point.heads % point.P:
+                continue  # it cuts by heads
             try:
                 seconds = simulate(system, load, cluster, point.direction).seconds
+                alone = _alone(system, load, cluster, point)
             except ModelProblem:
                 continue
-            found.append(_row(replace(point, system=system), cluster, seconds, floor))
+            times = (seconds, floor, alone)
+            found.append(_row(replace(point, system=system), cluster, times, kernels_of))
     return found
 
 
-def _row(point: Point, cluster: Cluster, seconds: float, floor: float) -> dict[str, object]:
+def _alone(system: str, load: Workload, cluster: Cluster, point: Point) -> float | None:
+    """Seconds of the exchange without local work, where the report shows it."""
+    if point.direction != "fwd" or point.P > MOST_ALONE:
+        return None
+    return simulate(system, load.exchange_alone(), cluster, "fwd").seconds
+
+
+def _row(
+    point: Point, cluster: Cluster, times: tuple[float, float, float | None], kernels_of: str
+) -> dict[str, object]:
+    seconds, floor, alone = times
     row = {name: value for name, value in vars(point).items() if name in PREDICTED}
     return row | {
         "kind": "modelled",
         "date": datetime.date.today().isoformat(),
         "commit": current_commit(),
         "cluster": cluster.name,
-        "kernels_of": cluster.kernels_of,
+        "kernels_of": kernels_of,
         "state_bytes": point.state_bytes,
         "ms": f"{1e3 * seconds:.4f}",
         "over_same_plan_ms": f"{1e3 * (seconds - floor):.4f}",
+        "exchange_ms": "" if alone is None else f"{1e3 * alone:.4f}",
     }
 
 
@@ -209,9 +246,13 @@ def run_prediction(grid: Grid, options: argparse.Namespace) -> None:
     cluster = get_cluster(options.predict)
     checked = require_validation(options.results)
     rows = read_kernels(options.results, cluster.kernels_of)
+    table = KernelTable(rows) if rows else GpuRows.read(options.results, cluster.kernels_of)
     path = options.results / f"predicted_{cluster.name}.csv"
     store = RowStore(path, PREDICTED, PREDICTED_KEY)
-    written = [store.put(row) for row in predicted_rows(grid, cluster, KernelTable(rows))]
+    written = []
+    for one in (cluster, slowest(cluster)):
+        if one is not None:
+            written += [store.put(row) for row in predicted_rows(grid, one, table)]
     print(format_table(written, PREDICTED))
     print(f"\nmodelled, not measured. Comparison with measurements: {checked}")
     from scaling_runs.report_data import read_report
@@ -220,7 +261,8 @@ def run_prediction(grid: Grid, options: argparse.Namespace) -> None:
     runs = system_runs(options.results, read_report(options.results).lines)
     words = unrun_words((row["system"] for row in written), runs)
     print(f"- {words}" if words else "- every system has a measured run behind it")
-    for line in (*cluster.assumptions, *cluster.sources):
+    measured = GPU_ASSUMPTIONS if isinstance(table, GpuRows) else ()
+    for line in (*cluster.assumptions, *measured, *cluster.sources):
         print("-", line)
     print(path)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scaling_runs.model.clusters import Cluster, Link, ModelProblem
+from scaling_runs.model.clusters import Cluster, Link, ModelProblem, with_notices
 from scaling_runs.model.paced import VARIANT, PacedCall
 from scaling_runs.model.predict import simulate
 from scaling_runs.model.validate import Compared, Verdict, judge
@@ -84,7 +84,7 @@ def cluster_of(row: Mapping[str, str], links: Iterable[Mapping[str, str]]) -> Cl
             f"no links of {row['hosts']} emulated hosts of {ranks} ranks were measured: run "
             "scaling_runs/namespaces.py again"
         )
-    inside, between = found["inside"], found["between"]
+    inside, between = with_notices(found["inside"]), with_notices(found["between"])
     return Cluster("emulated hosts", ranks, inside, between, sharing=ranks, ring_waits=True)
 
 

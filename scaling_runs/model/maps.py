@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scaling_runs.model.clusters import Cluster, ModelProblem
+from scaling_runs.model.gpu_rows import apply_seconds
 from scaling_runs.model.predict import simulate
 from scaling_runs.model.workload import Bytes, Kernels, Workload
 
@@ -15,7 +16,6 @@ CANDIDATES = (
 )
 # Programs of the model by the system of weak_scaling.py that a measured row of them would have.
 RUN_AS = {"fused_chain": "chain_device", "fused_hierarchical": "hierarchical_device"}
-MEMORY_BANDWIDTH = 4.0e12
 PANEL_BYTES, MOST_PANELS = 1 << 16, 16
 
 
@@ -23,7 +23,7 @@ def exchange_load(ranks: int, state: int, dense: bool) -> Workload:
     """An exchange with no local work beside it: an apply reads and writes three states (and M), a
     combine twice as much; K = V where M is dense."""
     element = 2 * state if dense else state
-    apply = (3 * state + (element - state)) / MEMORY_BANDWIDTH
+    apply = apply_seconds(state, element)
     kernels = Kernels(0.0, 0.0, 0.0, 0.0, apply, 2 * apply)
     panels = max(1, min(MOST_PANELS, state // PANEL_BYTES))
     return Workload(ranks, 0, Bytes(state, element, 0, 0), kernels, panels)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from scaling_runs.model.clusters import Cluster
+from scaling_runs.model.clusters import TWO_SIDED, Cluster
 from scaling_runs.model.events import Delay, Event, Meeting, Process, Resource, Simulation, Use
+from scaling_runs.model.flows import Flows, Port
 
 CORE_TURN = 2e-3  # seconds that a process keeps a core for which others wait
 
@@ -15,17 +16,19 @@ class Network:
 
     def __init__(self, simulation: Simulation, cluster: Cluster, ranks: int) -> None:
         self.simulation, self.cluster, self.ranks = simulation, cluster, ranks
-        self._out = [Resource() for _ in range(ranks)]
-        self._in = [Resource() for _ in range(ranks)]
+        self._flows = Flows(simulation)
+        self._out = [Port() for _ in range(ranks)]
+        self._in = [Port() for _ in range(ranks)]
         cards = -(-ranks // cluster.sharing)
-        self._card_out = [Resource() for _ in range(cards)]
-        self._card_in = [Resource() for _ in range(cards)]
+        self._card_out = [Port() for _ in range(cards)]
+        self._card_in = [Port() for _ in range(cards)]
         nodes = -(-ranks // cluster.node_size)
         cores = cluster.cores
         self._cores = None if cores is None else [Resource(cores) for _ in range(nodes)]
         self._chips = [Resource() for _ in range(ranks)]
         self._wire = Resource()
         self._arrived: dict[Hashable, Event] = {}
+        self._awaited: dict[Hashable, Event] = {}
         self._meetings: dict[Hashable, Meeting] = {}
         self.bytes = 0.0
 
@@ -36,36 +39,48 @@ class Network:
         return Use((self._cores[rank // self.cluster.node_size],), seconds, CORE_TURN)
 
     def send(self, kind: str, source: int, target: int, size: float, key: Hashable) -> None:
-        """Post a message; `arrival(key)` tells when it is there."""
+        """Post a message; `receive(key)` tells when it is there."""
         self.bytes += size
         self.simulation.spawn(self._transfer(kind, source, target, size, key))
 
-    def push(self, kind: str, source: int, size: float) -> Use:
-        """The time that a message inside the node keeps the port of its sender busy."""
+    def push(self, kind: str, source: int, size: float) -> Event:
+        """A message inside the node that has left the port of its sender."""
         link = self.cluster.link(kind, 0, min(1, self.ranks - 1))
         self.bytes += size
-        return Use((self._out[source],), size / link.bandwidth)
+        ports = (self._out[source],)
+        return self._flows.carry(("push", source), ports, size / link.bandwidth)
 
-    def arrival(self, key: Hashable) -> Event:
-        """The arrival of the message of this key."""
+    def receive(self, key: Hashable) -> Event:
+        """Post the receive of the message of this key; the event is its arrival."""
+        self.simulation.trigger(self._awaited.setdefault(key, Event()))
         return self._arrived.setdefault(key, Event())
+
+    def _notice(self, source: int, target: int, key: Hashable) -> Process:
+        """Wait until the sender knows that the message is awaited: two-sided messages leave no
+        sooner, neither gloo's nor those of NCCL between nodes."""
+        awaited = self._awaited.setdefault(key, Event())
+        yield awaited
+        if awaited.time is not None:
+            known = awaited.time + self.cluster.notice(source, target)
+            yield Delay(max(0.0, known - self.simulation.now))
 
     def _transfer(self, kind: str, source: int, target: int, size: float, key: Hashable) -> Process:
         cluster = self.cluster
         link = cluster.link(kind, source, target)
+        if kind in TWO_SIDED:
+            yield from self._notice(source, target, key)
         if self._cores is not None:
             # Over a host's own sockets a message is work of its cores.
-            held: tuple[Resource, ...] = (self._cores[source // cluster.node_size],)
-            yield Use(held, link.seconds(size))
+            yield Use((self._cores[source // cluster.node_size],), link.seconds(size))
         else:
             if source // cluster.node_size == target // cluster.node_size:
-                held = (self._out[source], self._in[target])
+                ports = (self._out[source], self._in[target])
             else:
                 share = cluster.sharing
-                held = (self._card_out[source // share], self._card_in[target // share])
-            yield Use(held, size / link.bandwidth)
+                ports = (self._card_out[source // share], self._card_in[target // share])
+            yield self._flows.carry((source, target), ports, size / link.bandwidth)
             yield Delay(link.alpha)
-        self.simulation.trigger(self.arrival(key))
+        self.simulation.trigger(self._arrived.setdefault(key, Event()))
 
     def gather(self, key: Hashable, size: float) -> Event:
         """An all-gather of `size` bytes a rank.

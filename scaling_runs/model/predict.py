@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scaling_runs.model.clusters import Cluster, ModelProblem
+from scaling_runs.model.direction import Direction
 from scaling_runs.model.events import Process, Simulation
 from scaling_runs.model.network import Network
-from scaling_runs.model.programs import PROGRAMS, Direction
+from scaling_runs.model.programs import PROGRAMS
 from scaling_runs.model.workload import Workload
 
 NO_DENSE = ("zeco",)

@@ -6,55 +6,12 @@ Contract: a program does one direction of a call. `at` is the rank's place in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import ceil, log2
+from collections.abc import Sequence
 
 from scaling_runs.baselines.systems import STRONG_PANELS, ZECO_BLOCKS
-from scaling_runs.model.clusters import ModelProblem
-from scaling_runs.model.events import Delay, Event, Process
-from scaling_runs.model.network import Network
-from scaling_runs.model.workload import Workload
-
-
-@dataclass(frozen=True)
-class Direction:
-    """One direction of a call: before the exchange `pre`, after it `post`, seconds."""
-
-    network: Network
-    load: Workload
-    reverse: bool
-    pre: float
-    post: float
-
-    @property
-    def ranks(self) -> int:
-        """P."""
-        return self.load.ranks
-
-    def rank(self, at: int) -> int:
-        """The rank at a place of the scan."""
-        return self.ranks - 1 - at if self.reverse else at
-
-    def send(self, kind: str, at: int, to: int, size: float, what: object) -> None:
-        """Post a message from place to place."""
-        key = (self.reverse, at, to, what)
-        self.network.send(kind, self.rank(at), self.rank(to), size, key)
-
-    def received(self, at: int, to: int, what: object) -> Event:
-        """The arrival of a message."""
-        return self.network.arrival((self.reverse, at, to, what))
-
-    def gather(self, what: object, size: float) -> Event:
-        """Take part in an all-gather."""
-        return self.network.gather((self.reverse, what), size)
-
-    def work(self, at: int, seconds: float):  # type: ignore[no-untyped-def]
-        """Computing at a place."""
-        return self.network.compute(self.rank(at), seconds)
-
-
-Program = Callable[[Direction, int], Process]
+from scaling_runs.model.direction import Direction, Program
+from scaling_runs.model.events import Process
+from scaling_runs.model.fused import fused_chain, fused_hierarchical
 
 
 def ideal_best(d: Direction, at: int) -> Process:
@@ -136,14 +93,18 @@ def hierarchical(d: Direction, at: int) -> Process:
 
 
 def all_gather(d: Direction, at: int) -> Process:
-    """A message of an element to every rank, then a walk over those before."""
+    """An element to every rank, by a collective on streams and else by a message each, then a walk
+    over those before."""
     if at + 1 < d.ranks:
         yield d.work(at, d.pre)
-    others = [place for place in range(d.ranks) if place != at]
-    for place in others:
-        d.send("message", at, place, d.load.bytes.element, "element")
-    for place in others:
-        yield d.received(place, at, "element")
+    if d.network.cluster.streams:
+        yield d.gather("element", d.load.bytes.element)
+    else:
+        others = [place for place in range(d.ranks) if place != at]
+        arrivals = [d.received(place, at, "element") for place in others]
+        for place in others:
+            d.send("message", at, place, d.load.bytes.element, "element")
+        yield from arrivals
     yield d.work(at, at * d.load.kernels.apply)
     yield d.work(at, d.post)
 
@@ -185,9 +146,10 @@ def zeco(d: Direction, at: int) -> Process:
     last, blocks = at + 1 == d.ranks, ZECO_BLOCKS
     if not last:
         yield d.work(at, d.pre)
+    arrivals = [d.received(at - 1, at, block) for block in range(blocks if at else 0)]
     for block in range(blocks):
         if at:
-            yield d.received(at - 1, at, block)
+            yield arrivals[block]
             if not last:
                 yield d.work(at, d.load.kernels.apply / blocks)
         if not last:
@@ -202,88 +164,6 @@ def ulysses(d: Direction, at: int) -> Process:
     yield d.network.all_to_all((d.reverse, "first"), d.load.tokens * first)
     yield d.work(at, d.post)
     yield d.network.all_to_all((d.reverse, "second"), d.load.tokens * second)
-
-
-def fused_chain(d: Direction, at: int) -> Process:
-    """Inside kernels: each panel goes on as soon as its summary and its entering state are there;
-    local passes of panels start when their states have come."""
-    last, count = at + 1 == d.ranks, d.load.panels
-    network, simulation = d.network, d.network.simulation
-    size, hop = d.load.bytes.state / count, d.load.kernels.apply / count
-    ready: list[Event] = [Event() for _ in range(count)]
-
-    def pass_on(panel: int) -> Process:
-        if at:
-            yield d.received(at - 1, at, panel)
-        yield ready[panel]
-        yield Delay(hop)
-        d.send("device", at, at + 1, size, panel)
-
-    for panel in range(count):
-        if not last:
-            simulation.spawn(pass_on(panel))
-    for panel in range(count):
-        if not last:
-            yield network.compute(d.rank(at), d.pre / count)
-        simulation.trigger(ready[panel])
-    for panel in range(count):
-        if at:
-            yield d.received(at - 1, at, panel)
-        yield d.work(at, d.post / count)
-
-
-def fused_hierarchical(d: Direction, at: int) -> Process:
-    """Inside kernels: panels doubled in the node; each rank of a node carries its share of the
-    node's panels to the next node and tells the node's ranks what enters."""
-    size = min(d.network.cluster.node_size, d.ranks)
-    if d.ranks % size:
-        raise ModelProblem(f"fused_hierarchical: {d.ranks} ranks do not fill nodes of {size}")
-    count, kernels, simulation = d.load.panels, d.load.kernels, d.network.simulation
-    node, position, nodes = at // size, at % size, d.ranks // size
-    rounds = ceil(log2(size)) if size > 1 else 0
-    element, state = d.load.bytes.element / count, d.load.bytes.state / count
-    inside = d.network.cluster.link("device", 0, min(1, d.ranks - 1))
-    ready: list[Event] = [Event() for _ in range(count)]
-    composed: list[Event] = [Event() for _ in range(count)]
-
-    def compose(panel: int) -> Process:
-        """Doubling: an element a round goes out of this rank's port, what arrives is composed."""
-        yield ready[panel]
-        for _ in range(rounds):
-            yield d.network.push("device", d.rank(at), element)
-            yield Delay(inside.alpha + kernels.combine / count)
-        simulation.trigger(composed[panel])
-        if nodes > 1 and panel % size == position:
-            yield from carry(panel)
-
-    def carry(panel: int) -> Process:
-        """This rank's share: the node's map comes from the node's last rank."""
-        if size > 1:
-            yield Delay(inside.seconds(element))
-        if node:
-            yield d.received(at - size, at, panel)
-            for place in range(node * size, node * size + size):
-                if place != at:
-                    d.send("device", at, place, state, ("told", panel))
-        if node + 1 < nodes:
-            yield Delay(kernels.apply / count)
-            d.send("device", at, at + size, state, panel)
-
-    for panel in range(count):
-        simulation.spawn(compose(panel))
-    for panel in range(count):
-        yield d.work(at, d.pre / count)
-        simulation.trigger(ready[panel])
-    for panel in range(count):
-        yield composed[panel]
-        if node:
-            owner = node * size + panel % size
-            mine = owner == at
-            yield (
-                d.received(at - size, at, panel) if mine else d.received(owner, at, ("told", panel))
-            )
-            yield Delay(kernels.apply / count)
-        yield d.work(at, d.post / count)
 
 
 PROGRAMS: dict[str, Program] = {

@@ -23,7 +23,10 @@ from scaling_runs.weak_grid import Point
 TOLERANCE = 0.20
 APART = 1.2
 ONE_AT_A_TIME = ("lasp",)  # one rank computes while the others wait: local parts as if alone
-FILES = ("events.py", "network.py", "programs.py", "predict.py")
+FILES = (
+    *("events.py", "flows.py", "network.py", "direction.py", "programs.py", "fused.py"),
+    "predict.py",
+)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,13 +60,25 @@ def nearest_world(rows: Sequence[Mapping[str, str]], world: int) -> list[Mapping
 
 @dataclass(frozen=True)
 class Workload:
-    """A call on `ranks` ranks."""
+    """A call on `ranks` ranks. panels: units of signalling; groups: of heads, each of which is
+    exchanged once all its summaries are there, as the device engine does, and awaited as a whole.
+    """
 
     ranks: int
     tokens: int
     bytes: Bytes
     kernels: Kernels
     panels: int
+    groups: int = 1
+
+    def exchange_alone(self) -> Workload:
+        """The call without local work: only elements are applied and composed."""
+        silent = dict.fromkeys(("summary", "forward", "adjoint", "backward"), 0.0)
+        return replace(self, kernels=replace(self.kernels, **silent))
+
+    def group(self, panel: int) -> int:
+        """The group of a panel."""
+        return panel * self.groups // self.panels
 
 
 def bytes_of(variant: str, B: int, H: int, K: int, V: int, dtype: str) -> Bytes:

@@ -200,16 +200,18 @@ def test_a_cluster_has_the_links_of_its_own_network() -> None:
     links = [*other, *link_rows("between", 2000, 0.025)]
     cluster = cluster_of(system_row("chain", 1.0), links)
     assert cluster.node_size == cluster.sharing == 1 and cluster.ring_waits
-    assert cluster.link("message", 0, 1) == Link(pytest.approx(2e-3), pytest.approx(2.5e7))
+    assert cluster.link("message", 0, 1) == Link(pytest.approx(4e-3 / 3), pytest.approx(2.5e7))
+    assert cluster.notice(0, 1) == pytest.approx(4e-3 / 3)
     with pytest.raises(ModelProblem, match="no links of 2 emulated hosts of 2 ranks"):
         cluster_of(system_row("chain", 1.0, ranks_per_host="2"), links)
 
 
 def test_rows_beside_the_model() -> None:
-    """A chain of two: 10 ms summary, the message, 20 ms local pass on the second rank."""
+    """A chain of two: 10 ms summary, the message, which has long been awaited, 20 ms local pass on
+    the second rank."""
     links = link_rows("between", 2000, 0.025)
     [chain] = compare_emulated([system_row("chain", 32.0)], links)
-    assert chain.modelled_ms == pytest.approx(10 + 2 + 4 * 4 * 16 * 16 / 2.5e7 * 1e3 + 20)
+    assert chain.modelled_ms == pytest.approx(10 + 4 / 3 + 4 * 4 * 16 * 16 / 2.5e7 * 1e3 + 20)
     good = [system_row("chain", 32.0), system_row("ideal_best", 20.0)]
     verdict = judge_emulated(compare_emulated(good, links), cores=2)
     assert verdict.passed and verdict.pairs == 1 and len(verdict.exact) == 2

@@ -145,10 +145,12 @@ def test_a_gather_pays_every_element() -> None:
 
 def test_panels_hide_a_chain_behind_summaries() -> None:
     kernels = Kernels(10.0, 20.0, 10.0, 20.0, 0.0, 0.0)
-    many = Workload(8, 1, Bytes(64, 64, 0, 0), kernels, 64)
+    many = Workload(8, 1, Bytes(64, 64, 0, 0), kernels, 64, groups=64)
     fast = replace(SLOW, inside={"device": Link(0.1, 1e9)})
     floor = simulate("ideal_same_plan", many, fast, "fwd").seconds
     assert simulate("fused_chain", many, fast, "fwd").seconds <= 1.01 * floor
+    at_once = simulate("fused_chain", replace(many, groups=1), fast, "fwd").seconds
+    assert at_once == pytest.approx(floor + 7 * 0.1, rel=1e-3)
 
 
 def test_ranks_share_cores() -> None:
@@ -277,7 +279,7 @@ def test_nothing_is_predicted_before_a_comparison(
     said = require_validation(tmp_path)
     assert "1 of 1 medians within 20%" in said and "emulated hosts passed" in said
     assert program.main(words) == 2
-    assert "no kernel times of simple_gla" in capsys.readouterr().err
+    assert "no rows of local parts on nvidia_h200" in capsys.readouterr().err
     content = json.loads(path.read_text())
     assert content["sources"] == sources_hash()
     path.write_text(json.dumps({**content, "sources": "older"}))
@@ -303,7 +305,11 @@ def test_predictions_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert row.count("*") == 4
     assert "345.3 ms" in page
     lines = (tmp_path / "scaling_summary.csv").read_text().splitlines()[1:]
-    assert lines and all(line.startswith("modelled,h20_ib,") for line in lines)
+    places = {tuple(line.split(",")[:2]) for line in lines}
+    assert places == {("modelled", "h20_ib"), ("modelled", "h20_ib_slow")}
+    assert "## 128 GPUs of the published cluster" in page
+    systems = {line.split(",")[2] for line in lines}
+    assert "lasp2" in systems and "ulysses" not in systems  # 2 heads, 8 and 128 ranks
 
 
 def test_a_report_wants_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
