@@ -154,6 +154,8 @@ def engines() -> Iterator[Finding]:
         f"states travel between {count} GPUs" if nccl else "needs a GPU and PyTorch for CUDA",
     )
     yield Finding("executor torch", OK, "batched PyTorch on the CPU and on GPUs")
+    yield _triton_executor(count > 0)
+    yield _compiling(count > 0)
 
 
 def device_engines() -> Iterator[Finding]:
@@ -162,8 +164,6 @@ def device_engines() -> Iterator[Finding]:
 
     gpu = torch.cuda.device_count() > 0
     yield _triton(gpu)
-    if gpu:
-        yield _assembler()
     yield _shared_memory()
     symmetric = gpu and _has("torch.distributed._symmetric_memory")
     yield Finding(
@@ -227,20 +227,41 @@ def _triton(gpu: bool) -> Finding:
     )
 
 
-def _assembler() -> Finding:
-    """Which ptxas kernels for Hopper get."""
+def _triton_executor(gpu: bool) -> Finding:
+    """Whether generated kernels can run here."""
+    subject = "executor triton"
+    if _version("triton") is None:
+        return Finding(subject, MISSING, "Triton is not installed", "pip install 'triton>=3.6'")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Finding(subject, OK, "kernels run in Triton's interpreter, on the CPU: for tests")
+    if gpu:
+        return Finding(subject, OK, "kernels run on the GPU; the default for CUDA tensors")
+    return Finding(
+        subject,
+        NONE,
+        "without a GPU kernels run in Triton's interpreter only, for tests",
+        "set TRITON_INTERPRET=1 before Python starts",
+    )
+
+
+def _compiling(gpu: bool) -> Finding:
+    """Whether kernels can be compiled here, which needs no GPU, and by which ptxas."""
     from flexla_dist.assembler import assembler, candidates
     from flexla_dist.errors import ExecutorError
 
-    if _version("triton") is None:
-        return Finding("ptxas for Hopper", MISSING, "Triton is not installed")
+    subject, version = "compiling kernels", _version("triton")
+    if version is None:
+        return Finding(subject, MISSING, "Triton is not installed", "pip install 'triton>=3.6'")
+    found = candidates()
+    if not found:
+        return Finding(subject, FAILED if gpu else MISSING, f"triton {version} without any ptxas")
     try:
         chosen = assembler()
     except ExecutorError as missing:
-        return Finding("ptxas for Hopper", FAILED, str(missing))
-    usual = candidates()[0]
+        return Finding(subject, FAILED if gpu else MISSING, f"triton {version}: {missing}")
+    usual = found[0]
     note = "" if chosen == usual else f"; Triton's own {usual} makes some products wrong there"
-    return Finding("ptxas for Hopper", OK, f"{chosen}{note}")
+    return Finding(subject, OK, f"triton {version}; for Hopper ptxas {chosen}, sound{note}")
 
 
 def _shared_memory() -> Finding:

@@ -9,6 +9,7 @@ package itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pickle import PicklingError
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class FlexlaError(Exception):
 
 class SpecError(FlexlaError, ValueError):
     """A LinearAttentionSpec is not well formed (names, dims, heads, callables)."""
+
+
+class SpecPicklingError(FlexlaError, PicklingError):
+    """A spec was to be pickled, but one of its callables has no module and name to find it by."""
 
 
 class TraceError(SpecError):
@@ -61,7 +66,7 @@ class NumericsError(TraceError):
 
 
 class CheckError(FlexlaError, ValueError):
-    """`compile(check=True)` found that a stage depends on the chunk size."""
+    """`compile(check=True)`: a stage depends on the chunk size, or the recurrence differs."""
 
 
 class ArgumentError(FlexlaError, ValueError):

@@ -41,6 +41,9 @@ def whole_numbers(name: str, values: object, error: type[Exception]) -> tuple[in
         raise error(f"{name} is {values!r}, a {kind}; {fix}")
     found = []
     for place, value in enumerate(values):
+        if type(value) is int:  # also those that Dynamo made symbolic, of which it knows no more
+            found.append(value)
+            continue
         kind = str(getattr(value, "dtype", type(value).__name__)).removeprefix("torch.")
         try:
             if kind == "bool":

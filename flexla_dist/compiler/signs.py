@@ -10,6 +10,8 @@ zero times infinity.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ from flexla_dist.shapes import Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 LIMIT = 80.0  # exp of it is finite in float32 and bfloat16
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 EXPONENTIALS = (ops.exp, ops.expm1)
 LEARNED = ("param", "scalar", "sizes")
 PAIRS = {ops.decay_scores: 2, ops.decay_rows: 2, ops.decay_cols: 2}
@@ -63,7 +66,7 @@ def analyse_signs(
     """Facts of all exponentials of a cell; warns of what is not proved, or raises when strict."""
     analysis = _Analysis(cell)
     facts = analysis.run()
-    seen: set[str] = set()
+    found: dict[str, NumericsError] = {}
     for fact, fix in zip(facts, analysis.fixes, strict=True):
         if fact.proved:
             continue
@@ -76,10 +79,28 @@ def analyse_signs(
         )
         if strict:
             raise error
-        if str(error) not in seen:
-            seen.add(str(error))
-            warnings.warn(NumericsWarning(str(error)), stacklevel=2)
+        found.setdefault(str(error), error)
+    if found:
+        _warn(list(found.values()))
     return facts
+
+
+def _warn(errors: list[NumericsError]) -> None:
+    """One warning a spec, at the caller's line: the first exponential whole, the others' lines."""
+    first, *others = errors
+    text = str(first)
+    if others:
+        lines = dict.fromkeys(str(x.origin).splitlines()[0] for x in others if x.origin)
+        text += f"\n  and {len(others)} more, which may have the same reason: {'; '.join(lines)}"
+    warnings.warn(NumericsWarning(text), stacklevel=2 + _own_frames())
+
+
+def _own_frames() -> int:
+    """Frames of the package between here and the user's line."""
+    frame, count = sys._getframe(1), 0
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, count = frame.f_back, count + 1
+    return count - 1
 
 
 class _Analysis:

@@ -22,6 +22,7 @@ from flexla_dist.compiler.executor.problem import Outline, Problem
 from flexla_dist.compiler.executor.results import ForwardResult, Gradients, Saved
 from flexla_dist.compiler.executor.tables import device_zeros
 from flexla_dist.errors import DoubleBackwardError, TransformError
+from flexla_dist.ops.plan import Ran, plan_of
 
 States = tuple[Tensor, ...]
 
@@ -30,7 +31,8 @@ class Executor(Protocol):
     """What runs a spec: four phases, the same for one device and for a shard."""
 
     name: str
-    plan: str
+    plan: str  # of the forward pass
+    backward_plan: str
 
     def forward(self, problem: Problem, entry: States) -> ForwardResult:
         """Outputs and exit states from entry states."""
@@ -64,12 +66,18 @@ class Call:
     problem: Problem
     inputs: tuple[str, ...]  # names of the tensor arguments in order: inputs, then parameters
     params: tuple[str, ...]
+    ran: Ran | None = None  # told when the backward pass runs
 
     @staticmethod
-    def of(problem: Problem) -> Call:
+    def of(problem: Problem, ran: Ran | None = None) -> Call:
         """Take the tensors of a problem apart."""
         bare = problem.with_tensors({}, {})
-        return Call(bare, tuple(problem.inputs), tuple(problem.params))
+        return Call(bare, tuple(problem.inputs), tuple(problem.params), ran)
+
+    def note_backward(self, executor: Executor) -> None:
+        """Say what the backward pass runs."""
+        if self.ran is not None:
+            self.ran.backward = plan_of(executor, self.problem, "backward")
 
     @property
     def count(self) -> int:
@@ -206,6 +214,7 @@ class LocalGradients(torch.autograd.Function):
         seeds, kept = tensors[: 1 + num_states], tensors[1 + num_states :]
         entry, rest = kept[:num_states], kept[num_states : num_states + call.count]
         problem = call.rebuild(rest)  # type: ignore[arg-type]
+        call.note_backward(executor)
         with full_precision(problem.device):
             found = executor.backward(
                 problem,

@@ -24,13 +24,15 @@ run the same executors.
 
 Shapes without numbers: the fake kernels read no values, so B, T and the number of documents stay
 symbolic and packings of one shape share a graph; heads and dims become constants of the graph.
-What forward saves is padded with zero rows to what `saved_shapes` tells in advance.
+What forward saves is padded with zeros to what `saved_shapes` tells in advance, and backward takes
+the padding off: T in 2 .. C share a graph, though their chunks have fewer tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -49,6 +51,7 @@ from flexla_dist.ops.autograd import (
     refuse_double_backward,
     refuse_vmap,
 )
+from flexla_dist.ops.plan import plan_of
 from flexla_dist.shapes import whole_numbers
 
 if TYPE_CHECKING:
@@ -245,8 +248,10 @@ def _attention_backward(
     op = find(key)
     problem, states, chosen = _bind(op, tensors, entry, scalars, cu_seqlens, executor)
     seeds = exit_seeds(states, grad_exit)
+    kept = _unpadded(saved, chosen, problem)
+    op.ran.backward = plan_of(chosen, problem, "backward")
     with full_precision(problem.device):
-        found = chosen.backward(problem, tuple(saved), states, grad_output, seeds)
+        found = chosen.backward(problem, kept, states, grad_output, seeds)
     named = {**found.inputs, **found.params}
     ordered = [_owned(named[name]) for name in (*op.spec.inputs, *op.spec.params)]
     return ordered, [_owned(x) for x in found.entry] if entry else []
@@ -258,17 +263,30 @@ def _owned(x: Tensor) -> Tensor:
 
 
 def _padded(saved: tuple[Tensor, ...], shapes: tuple[Saved, ...], device: torch.device) -> Tensors:
-    """What a forward pass saved, in the shapes told in advance; zero in rows that it left out."""
+    """What a forward pass saved, in the shapes told in advance; zeros beyond it."""
     out = []
     for at, wanted in enumerate(shapes):
         found = saved[at] if saved else None
         if found is None or tuple(found.shape) != wanted.shape:
             room = torch.zeros(wanted.shape, dtype=wanted.dtype, device=device)
             if found is not None:
-                room[: found.shape[0]] = found
+                room[tuple(slice(size) for size in found.shape)] = found
             found = room
         out.append(found)
     return out
+
+
+def _unpadded(saved: Tensors, chosen: Executor, problem: Problem) -> tuple[Tensor, ...]:
+    """What a forward pass saved, without the padding of chunks that are shorter than the longest;
+    rows beyond the last may stay."""
+    size = problem.layout.chunk_size
+    if size == problem.longest_chunk:
+        return tuple(saved)
+    own = chosen.saved_shapes(replace(problem, longest_chunk=size))
+    return tuple(
+        x[(slice(None), *(slice(n) for n in wanted.shape[1:]))].contiguous()
+        for x, wanted in zip(saved, own, strict=True)
+    )
 
 
 # -- fake kernels -----------------------------------------------------------------------------

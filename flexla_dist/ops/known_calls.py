@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import torch
@@ -31,10 +32,10 @@ from flexla_dist.ops.autograd import (
     full_precision,
     output_seed,
 )
+from flexla_dist.ops.plan import Plan, Ran, plan_of
 
 if TYPE_CHECKING:
     from flexla_dist.compiler.executor.straight import Straight
-    from flexla_dist.ops.op import Plan
 
 MOST_KNOWN = 256
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -117,12 +118,19 @@ class KnownCall:
     """
 
     def __init__(
-        self, executor: Repeating, problem: Problem, arguments: Mapping[str, Any], plan: Plan
+        self,
+        executor: Repeating,
+        problem: Problem,
+        arguments: Mapping[str, Any],
+        plan: Plan,
+        ran: Ran,
     ):
-        """arguments: of the call, by name; problem: what they were bound to; plan: of the call."""
+        """arguments: of the call, by name; problem: what they were bound to; plan: of the call;
+        ran: told when backward runs."""
         self.executor, self.choice, self.plan = executor, executor.choice, plan
         self.problem = problem.with_tensors({}, {})
-        self.call = Call.of(problem)
+        self.call = Call.of(problem, ran)
+        self.ran, self._backward_plan = ran, plan_of(executor, problem, "backward")
         order = list(arguments)
         self._tensors = [order.index(n) for n in (*problem.inputs, *problem.params)]
         scalars = problem.spec.scalars
@@ -172,6 +180,7 @@ class KnownCall:
     ) -> States:
         """Gradients of `kept`, which is entry states, inputs and parameters, then what forward
         saved."""
+        self.ran.backward = self._backward_plan
         count, end = self.count, self.count + self.call.count
         entry, saved = kept[:count], kept[end:]
         seeds = (output_seed(self.problem, grads[0]), *self._exit_seeds(entry, grads[1:]))
@@ -192,7 +201,7 @@ class KnownCall:
     def with_scalars(self, scalars: Mapping[str, float]) -> Call:
         """The call with these scalars."""
         problem = self.problem.with_tensors({}, {}, scalars)
-        return Call(problem, self.call.inputs, self.call.params)
+        return replace(self.call, problem=problem)
 
     def _rebuilt(self, scalars: Mapping[str, float], tensors: States) -> Problem:
         end = self.count + self.call.count

@@ -7,8 +7,8 @@ error, and `last_plan` says what ran.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,34 +19,24 @@ from flexla_dist.compiler.executor.layout import check_chunk_size
 from flexla_dist.compiler.executor.problem import Family, Outline, Problem
 from flexla_dist.compiler.executor.registry import default_executor, make_executor
 from flexla_dist.compiler.pipeline import Graphs, compile_graphs
-from flexla_dist.errors import ArgumentError, ArgumentTypeError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError, NumericsWarning
 from flexla_dist.ops import custom_ops
 from flexla_dist.ops.autograd import Call, Executor, attend
 from flexla_dist.ops.check import check_spec
 from flexla_dist.ops.known_calls import KnownCall, KnownCalls, key_of, repeats
+from flexla_dist.ops.plan import Plan, Ran, plan_of
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.spec import LinearAttentionSpec
 
 State = Tensor | tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call ran: executor, chunk size, chunks, documents, and the plan of its kernels:
-    "fused" or "unfused"; "batched" where PyTorch operations run."""
-
-    executor: str
-    chunk_size: int
-    num_chunks: int
-    num_sequences: int
-    kernels: str = "batched"
-
-
 class LinearAttentionOp:
     """An operator compiled from a `LinearAttentionSpec`.
 
     Calling it computes, for every document and head, `S_n = decay_mode(S_{n-1}, chunk_n)` and
-    `o_n = merge_mode(S_{n-1}, chunk_n)` over chunks of the sequence.
+    `o_n = merge_mode(S_{n-1}, chunk_n)` over chunks of the sequence. `last_plan` tells what the
+    last call ran, `last_backward_plan` what the last backward pass did; None before one.
     """
 
     def __init__(self, graphs: Graphs, executor: str | None, chunk_size: int | None):
@@ -54,6 +44,7 @@ class LinearAttentionOp:
         self.spec = graphs.spec
         self.chunk_size = chunk_size
         self.last_plan: Plan | None = None
+        self.ran = Ran()
         self._noted: Family | None = None  # what `last_plan` is of
         self._default = executor
         self._executors: dict[str, Executor] = {}
@@ -63,9 +54,17 @@ class LinearAttentionOp:
             self.executor(executor)
         self.key = custom_ops.register(self, executor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttentionOp:
+    def __copy__(self) -> LinearAttentionOp:
         """Itself: copies of a module share the operator, which holds no parameters."""
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttentionOp:
+        """Itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Spec and options: it is compiled again where it is loaded."""
+        return _load, (self.spec, self._default, self.chunk_size)
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
@@ -108,21 +107,20 @@ class LinearAttentionOp:
 
     def note_plan(self, executor: Executor, problem: Problem) -> None:
         """Set `last_plan` to what is being run."""
-        last, layout = self.last_plan, problem.layout
+        last = self.last_plan
         if last is not None and self._noted is problem.family and last.executor == executor.name:
             return
         self._noted = problem.family
-        self.last_plan = Plan(
-            executor.name,
-            layout.chunk_size,
-            len(layout.chunks),
-            problem.num_sequences,
-            executor.plan,
-        )
+        self.last_plan = plan_of(executor, problem)
+
+    @property
+    def last_backward_plan(self) -> Plan | None:
+        """What the last backward pass ran, of whichever call it was; None before the first."""
+        return self.ran.backward
 
     def __call__(
         self,
-        *,
+        *unnamed: Any,
         initial_state: State | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -131,8 +129,9 @@ class LinearAttentionOp:
     ) -> tuple[Tensor, State | None]:
         """Run the operator.
 
-        The dtypes of the inputs decide what is computed, inside autocast too: nothing is cast.
-        Gates and parameters may be wider than the other inputs.
+        The dtypes of the tensors decide what is computed, inside autocast too: nothing is cast.
+        float32 may stand beside bfloat16 or float16, for gates and parameters above all; float64
+        beside anything else and bfloat16 beside float16 are refused.
 
         Args:
             initial_state: [N, HV, *dims] a state, a tuple in declared order for several (log-scaled
@@ -151,6 +150,12 @@ class LinearAttentionOp:
         Raises:
             ArgumentError, ArgumentTypeError: names, shapes, heads, dtypes or offsets do not fit.
         """
+        if unnamed:
+            spec = self.spec
+            raise ArgumentTypeError(
+                f"{spec.name}: {len(unnamed)} argument(s) without a name; give all by name: "
+                f"op({', '.join(f'{n}={n}' for n in (*spec.inputs, *spec.params))})"
+            )
         output, exit_state = self._run(arguments, initial_state, cu_seqlens, executor)
         return output, (exit_state if output_final_state else None)
 
@@ -199,11 +204,13 @@ class LinearAttentionOp:
         inputs, params, scalars = self._sort(arguments)
         problem = self.bind(inputs, params, scalars, offsets)
         chosen = self.executor(executor, problem.device, problem.compute_dtype)
-        result = run_local(chosen, problem, initial)
+        result = run_local(chosen, problem, initial, self.ran)
         self.note_plan(chosen, problem)
         if key is not None and repeats(chosen) and problem.layout.chunks:
             assert self.last_plan is not None
-            self.known_calls.add(key, KnownCall(chosen, problem, arguments, self.last_plan))
+            self.known_calls.add(
+                key, KnownCall(chosen, problem, arguments, self.last_plan, self.ran)
+            )
         return result
 
     def _sort(
@@ -227,11 +234,25 @@ class LinearAttentionOp:
         return inputs, params, scalars
 
 
-def run_local(executor: Executor, problem: Problem, initial: State | None) -> tuple[Tensor, State]:
-    """Run a problem through autograd on one device; returns output and exit state."""
+def _load(
+    spec: LinearAttentionSpec, executor: str | None, chunk_size: int | None
+) -> LinearAttentionOp:
+    """A pickled operator; what its spec is warned of was told when it was compiled first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericsWarning)
+        graphs = compile_graphs(spec)
+    return LinearAttentionOp(graphs, executor, chunk_size)
+
+
+def run_local(
+    executor: Executor, problem: Problem, initial: State | None, ran: Ran | None = None
+) -> tuple[Tensor, State]:
+    """Run a problem through autograd on one device; returns output and exit state.
+
+    ran: told when the backward pass runs."""
     entry = problem.entry_state(initial)
     tensors = (*problem.inputs.values(), *problem.params.values())
-    output, *leave = attend(executor, Call.of(problem), entry, tensors)
+    output, *leave = attend(executor, Call.of(problem, ran), entry, tensors)
     return output, pack_state(problem.spec, tuple(leave))
 
 
@@ -256,11 +277,13 @@ def compile(
             whose states have a dim above 128.
         strict: turn numerics warnings (an exponential that may overflow) into errors.
         check: also run the spec on random data with C = 1, 5 and 64 and name the stage that
-            differs.
+            differs; where the spec has a `recurrence`, compare output, states and all gradients
+            with it in float64.
 
     Raises:
         TraceError and its kinds: a callable breaks a rule; message with stage, line and fix.
-        CheckError: `check=True` found a stage that depends on the chunk size.
+        CheckError: `check=True` found a stage that depends on the chunk size, or a recurrence that
+            describes another variant.
     """
     if not isinstance(spec, LinearAttentionSpec):
         raise ArgumentTypeError(f"compile takes a LinearAttentionSpec, got {type(spec).__name__}")

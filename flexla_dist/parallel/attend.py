@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flexla_dist.comm.engines import Arriving
 from flexla_dist.errors import DoubleBackwardError
-from flexla_dist.ops.op import Plan
+from flexla_dist.ops.plan import plan_of
 from flexla_dist.parallel.engine import Groups
 from flexla_dist.parallel.local_call import LocalCall, LocalForward, States
 
@@ -54,11 +54,7 @@ class ShardedAttend(torch.autograd.Function):
                 output, exits, kept = _no_output(call, problem), entry, ()
             finals = call.final_states(exits, batch)
             arriving.join()
-        layout = problem.layout
-        chosen, chunks = call.executor, len(layout.chunks)
-        call.op.last_plan = Plan(
-            chosen.name, layout.chunk_size, chunks, problem.num_sequences, chosen.plan
-        )
+        call.op.last_plan = plan_of(call.executor, problem)
         ctx.call, ctx.states, ctx.initial = call, len(entry), [(t.shape, t.dtype) for t in initial]
         ctx.save_for_backward(*inputs.values(), *params.values(), *entry, *kept)
         if not call.replay:
@@ -188,6 +184,7 @@ def _gradients(
     opened: Any,
 ) -> list[Tensor | None]:
     """All gradients, once the gradient of the state that leaves this shard is known."""
+    call.op.ran.backward = plan_of(call.executor, problem, "backward")
     grads = call.executor.backward(
         problem, ran.saved, ran.entry, grad_output, grad_exit, opened=opened
     )

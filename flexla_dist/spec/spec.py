@@ -8,14 +8,15 @@ into an operator. Torch is needed only by the callables themselves.
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
-from flexla_dist.errors import SpecError
+from flexla_dist.errors import SpecError, SpecPicklingError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 
 ChunkMode = Callable[[Any, Any], Mapping[str, Any]]
@@ -25,6 +26,7 @@ TokenMode = Callable[[Any, Any], Mapping[str, Any]]
 Recurrence = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
+CALLABLES = ("chunk_mode", "decay_mode", "merge_mode", "token_mode", "recurrence")
 _RESERVED_LOCALS = ("carry", "fresh", "m")
 _CALL_KEYWORDS = ("initial_state", "output_final_state", "cu_seqlens", "executor", "self")
 _GRAPH_NAMES = ("sizes", "valid", "shift", "fresh", "m", "output", "grad_output", "log_decay")
@@ -119,7 +121,9 @@ class LinearAttentionSpec:
         padding: value given to the padded tokens of a ragged last chunk, after `token_mode`
             (default 0 for every input).
         log_scaled: see `LogScaled`.
-        recurrence: optional independent token form `(S, x, p) -> (S, o)`, the float64 oracle.
+        recurrence: optional independent token form `(S, x, p) -> (S, o)` over [B, HV, ...], the
+            float64 oracle: `compile(spec, check=True)` compares the chunk form with it, and
+            `flexla_dist.spec.oracle.run_recurrence` runs it on tensors of one's own.
     """
 
     name: str
@@ -144,6 +148,32 @@ class LinearAttentionSpec:
         self._check_names()
         self._check_dims()
         self._check_callables()
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def __copy__(self) -> LinearAttentionSpec:
+        """Itself: it cannot be changed."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttentionSpec:
+        """Itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its fields, the callables by module and name. Raises SpecPicklingError for one that has
+        none, such as a lambda."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in CALLABLES:
+            try:
+                pickle.dumps(values[name])
+            except Exception as error:
+                raise SpecPicklingError(
+                    f"{self.name}.{name} cannot be pickled ({error}); pickle stores functions by "
+                    "module and name: define it with def at the top of an imported module, not as "
+                    "a lambda or inside a function"
+                ) from None
+        plain = {k: dict(v) if isinstance(v, MappingProxyType) else v for k, v in values.items()}
+        return _load, (plain,)
 
     # -- parsed views -------------------------------------------------------------------------
 
@@ -268,7 +298,7 @@ class LinearAttentionSpec:
                 )
 
     def _check_callables(self) -> None:
-        for name in ("chunk_mode", "decay_mode", "merge_mode", "token_mode", "recurrence"):
+        for name in CALLABLES:
             value = getattr(self, name)
             optional = name in ("token_mode", "recurrence")
             if value is None and optional:
@@ -282,6 +312,11 @@ class LinearAttentionSpec:
             )
         if self.log_scaled is not None and "m" in self.state_dims:
             raise SpecError(f"{self.name}: state name 'm' is taken by the log scale; rename it")
+
+
+def _load(values: dict[str, Any]) -> LinearAttentionSpec:
+    """A pickled spec."""
+    return LinearAttentionSpec(**values)
 
 
 RESERVED_LOCALS = _RESERVED_LOCALS

@@ -54,3 +54,20 @@ def test_full_graph_equals_eager(name: str, shape: str) -> None:
     torch_results = results(compile(spec, executor="torch", chunk_size=16), call, state)
     for a, b in zip(want, torch_results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 5, 12, 24]], ids=["rows", "packed"])
+def test_chunks_shorter_than_the_longest(bounds: list[int] | None) -> None:
+    """What forward keeps of each chunk goes through the graph in a room for the longest chunk."""
+    spec = get_variant("gated_delta_rule")
+    op = compile(spec, executor="triton", chunk_size=32)
+    assert op.executor("triton").kept  # type: ignore[attr-defined]
+    shape = {"batch": 1, "heads": 1, "value_heads": 1, "sizes": {"K": 16, "V": 16}}
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for tokens in (24,) if bounds else (12, 9, 24):
+        cu_seqlens = None if bounds is None else torch.tensor(bounds)
+        call = make_inputs(spec, dtype=torch.float32, tokens=tokens, cu_seqlens=cu_seqlens, **shape)
+        want = results(op, call, call.initial_state)
+        for a, b in zip(results(compiled, call, call.initial_state), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)

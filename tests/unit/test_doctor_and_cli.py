@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flexla_dist import __version__, cli, doctor
-from flexla_dist.doctor import FAILED, MISSING, OK, Finding, table
+from flexla_dist.assembler import Assembler
+from flexla_dist.doctor import FAILED, MISSING, NONE, OK, Finding, table
 from flexla_dist.train.launch import detect_launcher
 
 
@@ -45,6 +47,41 @@ def test_doctor_looks_and_succeeds_here(capsys: pytest.CaptureFixture[str]) -> N
     for word in ("python", "torch", "cpu", "gloo", "NCCL", "MPI", "OpenSHMEM", "NVSHMEM", "Triton"):
         assert word in text
     assert "the default path works" in text
+    for row in ("executor torch", "executor triton", "compiling kernels"):
+        assert f"\n  {row} " in text
+
+
+def findings(look: Callable[[], Iterator[Finding]]) -> dict[str, Finding]:
+    return {row.subject: row for row in look()}
+
+
+def test_doctor_says_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = findings(doctor.engines)["executor triton"]
+    assert found.state == OK and "interpreter" in found.detail
+    monkeypatch.delenv("TRITON_INTERPRET")
+    found = findings(doctor.engines)["executor triton"]
+    assert found.state == NONE and "TRITON_INTERPRET=1" in found.remedy
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert findings(doctor.engines)["executor triton"].state == OK
+
+
+def test_doctor_says_which_assembler_is_sound_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    old, new = Assembler("/old/ptxas", (12, 8)), Assembler("/new/ptxas", (12, 9))
+    monkeypatch.setattr("flexla_dist.assembler.candidates", lambda: (old, new))
+    found = findings(doctor.engines)["compiling kernels"]
+    assert found.state == OK and "ptxas /new/ptxas 12.9, sound; Triton's own" in found.detail
+    monkeypatch.setattr("flexla_dist.assembler.candidates", lambda: (old,))
+    found = findings(doctor.engines)["compiling kernels"]
+    assert found.state == MISSING and "need ptxas 12.9 or later" in found.detail
+    monkeypatch.setattr("flexla_dist.assembler.candidates", tuple)
+    assert findings(doctor.engines)["compiling kernels"].state == MISSING
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert findings(doctor.engines)["compiling kernels"].state == FAILED
 
 
 def test_doctor_fails_when_something_needed_is_broken(

@@ -1,6 +1,7 @@
 """What `explain` tells: names, passes, facts, plans with their numbers, page and command."""
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from itertools import combinations
@@ -208,6 +209,37 @@ def test_numbers_of_linear_attention_by_hand() -> None:
     assert backward.bytes_written == 2 * key + value
 
 
+@pytest.mark.parametrize("name", sorted({*variant_names(), *EXTRA_SPECS}))
+def test_no_plan_is_below_its_floor(name: str) -> None:
+    for tokens, K in ((64, 64), (256, 64), (8192, 128)):
+        explanation = explain(EXTRA_SPECS.get(name) or name, tokens=tokens, heads=2, K=K)
+        if isinstance(explanation.triton, Missing):
+            assert K > 64 or "log-scaled" in explanation.triton.reason
+            continue
+        for plan in explanation.triton.directions:
+            assert plan.floor.flops <= plan.flops, (plan.direction, tokens)
+            assert plan.floor.bytes_read <= plan.bytes_read, (plan.direction, tokens)
+            assert plan.floor.bytes_written <= plan.bytes_written, (plan.direction, tokens)
+            assert 0 < plan.floor.seconds(H200) <= plan.seconds()
+
+
+def test_backward_need_not_make_again_what_forward_kept() -> None:
+    """kda's scores and inverse: no product of the floor, though gradients go through them."""
+    explanation = explain("kda", tokens=4096, heads=4)
+    forward, backward = (plan_of(explanation, d) for d in ("forward", "backward"))
+    assert [plan.plan for plan in explain("gla", **SMALL).triton.directions] == [  # type: ignore[union-attr]
+        "fused",
+        "unfused",
+    ]
+    assert any("inverse" in p.text for p in forward.floor.products)
+    assert not any("inverse" in p.text for p in backward.floor.products)
+    text = str(explanation)
+    for plan in (forward, backward):
+        assert f"\nExecutor triton, {plan.direction}, {plan.plan} ---" in text
+        page = explanation.html()
+        assert f"<h3>{plan.direction}, {plan.plan}: " in page
+
+
 def test_floor_of_the_reference_shape() -> None:
     """16K tokens, 32 heads of 128: four tensors of 134 MB, 0.125 ms at 4.3 TB/s."""
     explanation = explain("linear_attn")
@@ -297,6 +329,7 @@ def test_command_writes_a_page_and_refuses_what_does_not_fit(
         ([f"{own}:MIN"], "did you mean 'MINE'"),
         ([str(tmp_path / "none.py")], "there is no file"),
         (["simple_glu"], "did you mean 'simple_gla'"),
+        (["own_spec:MINE"], "'own_spec:MINE' is neither a variant nor FILE.py:SPEC; give the file"),
         (["gla", "--shape", "1,x"], "'x' in --shape B,T,H,K,V is no whole number"),
         (["gla", "--shape", "1,2,3,4,5,6"], "at most five"),
         (["gla", "--size", "Q=4"], "gla has no dim 'Q'"),
@@ -314,6 +347,32 @@ def test_command_writes_a_page_and_refuses_what_does_not_fit(
     assert "unrecognized arguments: --chunk" in capsys.readouterr().err
     assert main(["explain", "gla", "--size", "K=32", "--pass", "state"]) == 0
     assert "K 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import torch\nimport nosuchmodule\n", "2: ModuleNotFoundError: No module named"),
+        ("def f():\n    1 / 0\n\nf()\n", "2: ZeroDivisionError: division by zero"),
+        ("x = (\n", "1: SyntaxError: '(' was never closed"),
+        ("import sys\nsys.exit('no')\n", "2: SystemExit: no"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(
+    text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "broken_spec.py"
+    path.write_text(text)
+    assert main(["explain", f"{path}:spec"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"flexla-dist explain: {path}:{line}")
+    assert "broken_spec" not in sys.modules
+
+
+def test_help_says_that_files_are_executed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    assert "the file is executed" in " ".join(capsys.readouterr().out.split())
 
 
 # -- page -----------------------------------------------------------------------------------------

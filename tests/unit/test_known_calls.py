@@ -268,6 +268,15 @@ def test_last_plan_is_that_of_the_last_call() -> None:
     assert call.op.last_plan == first
 
 
+def test_the_backward_plan_is_noted_whichever_way_backward_runs() -> None:
+    call, _ = warm()
+    plan = call.op.last_backward_plan
+    assert plan is not None and (plan.executor, plan.kernels) == ("triton", "unfused")
+    call.op.ran.backward = None
+    call.both()
+    assert call.op.last_backward_plan == plan
+
+
 def test_the_calls_used_last_are_kept() -> None:
     call = OneCall("simple_gla", 64)
     calls = call.op.known_calls = KnownCalls(most=2)

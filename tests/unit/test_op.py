@@ -201,6 +201,17 @@ def test_wrong_arguments(case: str) -> None:
     assert isinstance(caught.value, ValueError | TypeError)
 
 
+def test_arguments_without_a_name() -> None:
+    with pytest.raises(ArgumentTypeError) as caught:
+        op_of("gla")(q, k, v)
+    assert "gla: 3 argument(s) without a name; give all by name: op(q=q, k=k," in str(caught.value)
+
+
+def test_functions_have_near_names() -> None:
+    with pytest.raises(AttributeError, match=r"'chunk_glaa' \(did you mean 'chunk_gla'\?\)"):
+        flexla_dist.ops.chunk_glaa  # noqa: B018
+
+
 def test_wrong_documents() -> None:
     op = op_of("gla")
     one = {key: x[:1] if isinstance(x, Tensor) else x for key, x in arguments("gla").items()}
@@ -268,6 +279,19 @@ def test_the_plan_says_what_ran() -> None:
     assert op.last_plan is not None and op.last_plan.chunk_size == 1
 
 
+def test_the_backward_plan_says_what_backward_ran() -> None:
+    op = LinearAttentionOp(op_of("gla").graphs, None, None)
+    calls = [make_inputs(SPECS["gla"], tokens=tokens) for tokens in (150, 7)]
+    outputs = [call_op(op, call)[0] for call in calls]
+    assert op.last_backward_plan is None
+    for output, chunks in zip(outputs, (3, 1), strict=True):
+        output.sum().backward()
+        plan = op.last_backward_plan
+        assert plan is not None and (plan.executor, plan.kernels) == ("torch", "batched")
+        assert plan.num_chunks == chunks
+    assert op.last_plan is not None and op.last_plan.num_chunks == 1
+
+
 @pytest.mark.parametrize(
     ("dtype", "K", "chunk_size"),
     [(torch.float32, 160, 32), (torch.float32, 128, 64), (torch.bfloat16, 160, 64)],
@@ -303,6 +327,31 @@ def test_the_output_has_the_dtype_of_the_values() -> None:
         }
         output, state = op_of("gla")(**low, output_final_state=True)
         assert output.dtype == dtype and state.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        (
+            {"v": torch.float64},
+            r"mamba2: float64 is mixed with other dtypes \(float32: q, .*; float64: v\); give all",
+        ),
+        ({"D": torch.float64}, "float64: D"),
+        (
+            {"q": torch.bfloat16, "k": torch.float16},
+            r"bfloat16 and float16 are mixed \(bfloat16: q; float16: k; float32: v, .*cast to one",
+        ),
+    ],
+)
+def test_mixes_of_dtypes_that_are_refused(kinds: dict[str, torch.dtype], message: str) -> None:
+    given = {n: x.float() if isinstance(x, Tensor) else x for n, x in arguments().items()}
+    given |= {name: given[name].to(dtype) for name, dtype in kinds.items()}
+    for autocast in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            pytest.raises(ArgumentTypeError, match=message),
+        ):
+            op_of("mamba2")(**given)
 
 
 def test_an_operator_shows_its_kind() -> None:
@@ -432,6 +481,50 @@ def test_check_passes_what_is_right() -> None:
     compile(gla_like(good_decay, good_merge), check=True)
     for name in SPECS:
         compile(SPECS[name], check=True)
+
+
+def gla_token(S: Any, x: Any, p: Any) -> Any:
+    S = x.g.exp()[..., None, None] * S + x.k[..., None] * x.v[..., None, :]
+    return S, (x.q[..., None] * S).sum(-2)
+
+
+WRONG_TOKENS: dict[str, tuple[Callable[..., Any], str]] = {
+    "output": (
+        lambda S, x, p: (gla_token(S, x, p)[0], x.v),
+        r"output [\d.e+-]+, gradient of q .*\(relative; the bound is 1e-08\)",
+    ),
+    "state": (
+        lambda S, x, p: gla_token(1.001 * S, x, p),
+        r"output [\d.e+-]+, state 'S' [\d.e+-]+, gradient of q .*gradient of initial S",
+    ),
+    "gradient alone": (
+        lambda S, x, p: (
+            gla_token(S, x, p)
+            if not x.g.requires_grad
+            else gla_token(
+                S, type(x)({n: getattr(x, n) for n in "qkv"} | {"g": x.g.detach()}, ""), p
+            )
+        ),
+        r"in float64: gradient of g [\d.e+]+ \(relative",
+    ),
+    "shape": (
+        lambda S, x, p: (gla_token(S, x, p)[0], x.q),
+        r"output has shape \(1, 67, 2, 5\) after 67 tokens; expected \(1, 67, 2, 6\)",
+    ),
+    "failure": (
+        lambda S, x, p: (S, x.kk),
+        r"it failed on one token, \w+: .*kk.*returns \(next state, output of the token\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TOKENS)
+def test_check_compares_with_the_recurrence(case: str) -> None:
+    token, message = WRONG_TOKENS[case]
+    right = replace(gla_like(good_decay, good_merge), recurrence=gla_token)
+    compile(right, check=True)
+    with pytest.raises(CheckError, match=rf"(?s)mine\.recurrence: .*{message}"):
+        compile(replace(right, recurrence=token), check=True)
 
 
 # -- a variant of one's own -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import linecache
 import pkgutil
 import warnings
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as tnf
 
+import flexla_dist
 from flexla_dist.compiler.exponents import ordered
 from flexla_dist.compiler.forms import FIRST, LAST, Bound
 from flexla_dist.compiler.pipeline import FORWARD_PASSES, run_passes
@@ -204,6 +206,22 @@ def test_the_message_shows_line_and_exponent() -> None:
     message = str(caught[0].message)
     assert "exp of -cumsum(g)[C] can overflow" in message
     assert "grown = torch.exp(-b)" in message and "in chunk_mode" in message
+
+
+def test_a_spec_is_warned_of_once_at_the_callers_line() -> None:
+    def chunk_mode(x: Any, p: Any) -> dict[str, Any]:
+        grown = torch.exp(-x.g.cumsum(0))
+        return {"value": x.v * grown[:, None] * torch.exp(x.beta)[:, None], "v": x.v}
+
+    spec = spec_of(lambda x, p: 0, chunk_mode=chunk_mode)
+    with pytest.warns(NumericsWarning) as caught:
+        flexla_dist.compile(spec)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "flexla_dist.compile(spec)" in linecache.getline(__file__, warning.lineno)
+    text = str(warning.message)
+    assert "exp of -cumsum(g)[C]" in text and "and 1 more" in text
+    assert text.count("test_signs.py:") == 2
 
 
 def test_the_plain_triangle_is_the_reason() -> None:

@@ -139,9 +139,12 @@ EXPRESSIONS: dict[str, tuple[Stage, tuple[str, ...]]] = {
     "dims of a sum": (
         lambda x, p: x.q + x.v, ("add:", "[C, K] and [C, V]", "K against V"),
     ),
-    "missing dim": (lambda x, p: x.q * x.g, ("[C, K] and [1, C]", "do not broadcast")),
+    "missing dim": (
+        lambda x, p: x.q * x.g,
+        ("mul: [C, K] and [1, C] do not broadcast", "give [C] as x[:, None], which is [C, 1]"),
+    ),
     "dims of a product": (
-        lambda x, p: x.q @ x.v, ("matmul of [C, K] and [C, V] contracts K with C",),
+        lambda x, p: x.q @ x.v, (".chunk_mode: matmul of [C, K] and [C, V] contracts K with C",),
     ),
     "einsum": (lambda x, p: torch.einsum("ck,ck", x.q, x.k), ("'->'",)),
     "einsum term": (lambda x, p: torch.einsum("c,ck->k", x.q, x.k), ("term 'c'", "2 dims")),
@@ -157,6 +160,12 @@ EXPRESSIONS: dict[str, tuple[Stage, tuple[str, ...]]] = {
     "branch": (branch, ("a branch on a value of the chunk", "torch.where")),
     "not": (lambda x, p: not x.q, ("a branch on a value",)),
     "shape branch": (shape_branch, ("a branch on the size of dim C",)),
+    "sizes of two dims": (
+        lambda x, p: x.q * (x.q.shape[0] == x.q.shape[1]), ("a branch on the size of dim C",),
+    ),
+    "a size and a number": (
+        lambda x, p: x.q * (x.q.shape[0] == 64), ("a branch on the size of dim C",),
+    ),
     "loop": (loop, ("a Python loop over a dim", "cumsum")),
     "indexed loop": (indexed_loop, ("index 1", "first (0) and the last (-1)")),
     "len": (lambda x, p: len(x.q), ("a Python loop over a dim",)),
@@ -181,7 +190,10 @@ EXPRESSIONS: dict[str, tuple[Stage, tuple[str, ...]]] = {
     "out": (lambda x, p: torch.exp(x.q, out=x.q), ("these arguments are not supported",)),
     "unknown operator": (
         lambda x, p: torch.erfinv(x.q),
-        ("operator 'erfinv' is not supported", "Supported: abs, add", "decay_scores", "where"),
+        ("operator 'erfinv' is not supported. Write it with the", "supported_names() lists"),
+    ),
+    "no near operator": (
+        lambda x, p: torch.linalg.qr(x.q), ("operator 'linalg_qr' is not supported. Write it",),
     ),
     "misspelt method": (lambda x, p: x.q.cumsun(0), ("did you mean 'cumsum'",)),
     "stack": (lambda x, p: torch.stack([x.q, x.k]), ("stack is not supported", "not joined")),
@@ -499,3 +511,31 @@ def test_understood_as_torch_does(name: str) -> None:
     cell = cell_of(expression, params={"a": "", "u": "K"})
     got = run(cell, values)["value"]
     torch.testing.assert_close(got.expand(expected.shape), expected.double(), rtol=1e-6, atol=1e-6)
+
+
+def test_sizes_that_are_equal_by_name_may_be_compared() -> None:
+    def compared(x: Any, p: Any) -> dict[str, Any]:
+        rows, others = x.q.shape[0], x.k.shape[0]
+        assert rows == others and rows <= others and rows >= others
+        assert [rows != others, rows < others, rows > others] == 3 * [False]
+        assert x.q.shape == x.k.shape
+        return chunk_mode(x, p)
+
+    assert compile_graphs(make(chunk_mode=compared)).cell.outputs
+
+
+@pytest.mark.parametrize(
+    ("stage", "function", "expected"),
+    [
+        ("chunk_mode", lambda x: {"q": x.q}, "2 arguments, (x, p), but too many"),
+        ("token_mode", lambda x, p, extra: {}, "2 arguments, (x, p), but missing a required"),
+        ("decay_mode", lambda S: S, "2 arguments, (state, c), but too many"),
+        ("merge_mode", lambda: 0, "2 arguments, (state, c), but too many"),
+    ],
+)
+def test_callables_with_other_arguments(stage: str, function: Stage, expected: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        compile_graphs(make(**{stage: function}))
+    message = str(caught.value)
+    assert message.startswith(f"mistaken.{stage}: it must take {expected}"), message
+    assert caught.value.origin is not None and caught.value.origin.file == __file__

@@ -39,10 +39,11 @@ def bind(
     """Check the arguments of a call and describe it."""
     offsets = None if cu_seqlens is None else read_offsets(spec, cu_seqlens)
     known = outline(spec, inputs, params, None if offsets is None else len(offsets) - 1, chunk_size)
-    size = known.longest_chunk
+    longest = known.tokens
     if offsets is not None:
         _check_offsets(spec, offsets, known.tokens)
-        size = fitting_chunk_size(max(b - a for a, b in pairwise(offsets)), size)
+        longest = max(b - a for a, b in pairwise(offsets))
+    size = fitting_chunk_size(longest, known.longest_chunk)
     return Problem(
         **vars(known),
         inputs=dict(inputs),
@@ -113,6 +114,7 @@ def outline(
     batch, tokens, device = _leading(spec, inputs)
     heads = _heads(spec, inputs)
     sizes = _sizes(spec, inputs, params, heads)
+    _check_mix(spec, {**inputs, **params})
     if documents is not None and batch != 1:
         raise ArgumentError(
             f"{spec.name}: cu_seqlens packs documents along T and needs B = 1, got B = {batch}; "
@@ -127,7 +129,7 @@ def outline(
         tokens=tokens,
         num_sequences=batch if documents is None else documents,
         packed=documents is not None,
-        longest_chunk=limit if documents is not None else fitting_chunk_size(tokens, limit),
+        longest_chunk=1 if tokens == 1 else limit,
         heads=heads,
         sizes=sizes,
         device=device,
@@ -177,6 +179,29 @@ def _check_tensors(
                 f"{spec.name}: {kind} {name!r} has dtype {value.dtype}; expected float16, "
                 "bfloat16, float32 or float64"
             )
+
+
+def _check_mix(spec: LinearAttentionSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse float64 beside anything else, which would widen all silently, and bfloat16 beside
+    float16, of which neither holds the other's values; float32 may stand beside one of them."""
+    kinds: dict[torch.dtype, list[str]] = {}
+    for name, x in tensors.items():
+        kinds.setdefault(x.dtype, []).append(name)
+    if len(kinds) == 1:
+        return
+    listed = "; ".join(
+        f"{str(kind).removeprefix('torch.')}: {', '.join(names)}" for kind, names in kinds.items()
+    )
+    if torch.float64 in kinds:
+        raise ArgumentTypeError(
+            f"{spec.name}: float64 is mixed with other dtypes ({listed}); give all tensors in "
+            "float64, which is then computed in, or none: x.double() or x.float()"
+        )
+    if torch.float16 in kinds and torch.bfloat16 in kinds:
+        raise ArgumentTypeError(
+            f"{spec.name}: bfloat16 and float16 are mixed ({listed}); cast to one of them. "
+            "float32 may stand beside either"
+        )
 
 
 def _letters(item: InputSpec) -> str:

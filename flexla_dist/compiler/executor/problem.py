@@ -26,9 +26,10 @@ class Outline:
     """Shapes of one call.
 
     `batch`, `tokens` and `num_sequences` are B, T and N (of initial and final states: B unpacked,
-    the documents packed). `longest_chunk` is C unpacked and the most that C can be packed. `heads`
-    is HV. `sizes` maps every dim but C to its size. `compute_dtype` is float64 if an input or
-    parameter is, else float32; states have it.
+    the documents packed). `longest_chunk` is the most that C can be: a compiled graph serves all
+    lengths below it, so C itself (`ChunkLayout.chunk_size`) is not known here. `heads` is HV.
+    `sizes` maps every dim but C to its size. `compute_dtype` is float64 if an input or parameter
+    is, else float32; states have it.
     """
 
     spec: LinearAttentionSpec

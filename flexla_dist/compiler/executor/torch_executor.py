@@ -33,7 +33,7 @@ class TorchExecutor:
     """The executor called `torch`: the same rewritten graphs, run eagerly."""
 
     name = "torch"
-    plan = "batched"
+    plan = backward_plan = "batched"
 
     def __init__(self, graphs: Graphs):
         self.graphs = graphs

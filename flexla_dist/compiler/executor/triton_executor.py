@@ -62,6 +62,7 @@ class TritonExecutor:
     """The executor called `triton`."""
 
     name = "triton"
+    backward_plan = "unfused"
 
     def __init__(self, graphs: Graphs):
         self.graphs = graphs
@@ -123,7 +124,7 @@ class TritonExecutor:
             emit_kernel(self.spec, schedule, kernel, uneven) for kernel in schedule.kernels
         )
         helpers = frozenset().union(*(e.helpers for e in emitted))
-        plan = self.plan if direction == "forward" else "unfused"
+        plan = self.plan if direction == "forward" else self.backward_plan
         title = f"{self.spec.name}: {direction} kernels, plan {plan}"
         return module_text(title, helpers, [e.source for e in emitted]), emitted
 

@@ -1,13 +1,15 @@
 """Specs by the name of a variant or by file.
 
 Contract: `load_spec("gla")` or `load_spec("path/to/file.py:NAME")`; the name may be left out where
-the file has one spec. The file is imported, with its folder importable as it is for a script.
+the file has one spec. The file is executed: imported, with its folder importable
+as it is for a script.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,9 +24,16 @@ def load_spec(text: str) -> Any:
     """The spec, or compiled operator, that `text` names.
 
     Raises:
-        SpecError: no such variant, file or name; or the file has several specs and none is named.
+        SpecError: no such variant, file or name; the file has several specs and none is named; or
+            importing it failed, with the line.
     """
     path, name = _split(text)
+    if path is None and ":" in text:
+        dotted, _, attribute = text.partition(":")
+        raise SpecError(
+            f"{text!r} is neither a variant nor FILE.py:SPEC; give the file: "
+            f"{dotted.replace('.', '/')}.py:{attribute or 'SPEC'}"
+        )
     if path is None:
         return get_variant(text)
     if not path.is_file():
@@ -73,5 +82,22 @@ def _import(path: Path) -> ModuleType:
         raise SpecError(f"{path} cannot be imported; expected a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise SpecError(f"{_place(path, error)}: {type(error).__name__}: {error}") from error
     return module
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """`file:line` where importing a file failed: its innermost line that was running."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if Path(frame.f_code.co_filename).name == path.name
+    ]
+    return f"{path}:{lines[-1]}" if lines else str(path)

@@ -310,7 +310,7 @@ def _direction(plan: DirectionPlan) -> str:
     table = f'<div class="scroll"><table>{"".join(rows)}</table></div>'
     picture = f'<div class="picture">{plan_svg(plan)}</div>'
     return (
-        f"<h3>{plan.direction}: {times(len(plan.kernels), 'launch')}{cut}</h3>{table}"
+        f"<h3>{plan.direction}, {plan.plan}: {times(len(plan.kernels), 'launch')}{cut}</h3>{table}"
         f'<details open="open"><summary>what flows between the kernels</summary>'
         f"{picture}</details>"
     )

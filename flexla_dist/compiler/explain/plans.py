@@ -5,6 +5,7 @@ Contract: data that reports read; nothing here needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -29,13 +30,16 @@ POLICIES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": 
 
 @dataclass(frozen=True)
 class DirectionPlan:
-    """Launches of one direction; `segments` counts those of the scans, 0 where there are none.
+    """Launches of one direction; `plan` is "fused" or "unfused"; `segments` counts those of the
+    scans, 0 where there are none.
 
-    `floor` is a step that reads what the call is given once, writes its results once, and computes
-    every product of the graph once.
+    `floor` is a step that reads what the results depend on once, writes them once, and computes
+    once every product that no plan can do without. Backward need not make again what forward may
+    have left in memory: the states entering chunks, and the values that forward keeps for it.
     """
 
     direction: str
+    plan: str
     steps: tuple[Step, ...]
     segments: int
     source: str
@@ -98,33 +102,41 @@ def entering_from(name: str) -> tuple[str, ...]:
     return (segment_sum(state), segment_map(state), f"decay_{state}")
 
 
-def floor_of(graphs: Graphs, problem: Problem, direction: str) -> Step:
-    """The fused floor of a direction, see `DirectionPlan`; states are not counted."""
+def floor_of(
+    graphs: Graphs, problem: Problem, direction: str, kept: Iterable[fx.Node] = ()
+) -> Step:
+    """The fused floor of a direction, see `DirectionPlan`; bytes of states are not counted.
+
+    kept: nodes of the backward graph that forward stores.
+    """
     given = {**problem.inputs, **problem.params}
     output = problem.output_dtype.itemsize
     for size in problem.output_shape():
         output *= size
-    reads = [Move(name, x.nbytes) for name, x in given.items()]
     if direction == "forward":
         cell = graphs.kernel_forward
         roots = [x for n, x in cell.outputs.items() if n == "output" or n.startswith("next_")]
         writes = [Move("output", output)]
     else:
         cell = graphs.kernel_backward
-        roots = list(cell.outputs.values())
-        reads.append(Move(GRAD_OUTPUT, output))
+        roots = [x for n, x in cell.outputs.items() if not n.startswith("next_")]
         writes = [Move(f"grad_{name}", x.nbytes) for name, x in given.items()]
+    read = {x.meta["key"] for x in ancestors(roots) if x.op == "placeholder"}
+    reads = [Move(name, x.nbytes) for name, x in given.items() if name in read]
+    reads += [Move(GRAD_OUTPUT, output)] if GRAD_OUTPUT in read else []
     return Step(
         name="floor",
         kind="floor",
-        purpose="inputs read once, results written once, every product once",
+        purpose="inputs read once, results written once, every product that is needed once",
         reads=tuple(reads),
         writes=tuple(writes),
-        products=_products(cell, roots, problem),
+        products=_products(cell, roots, problem, frozenset(kept)),
     )
 
 
-def _products(cell: Cell, roots: list[fx.Node], problem: Problem) -> tuple[Product, ...]:
+def _products(
+    cell: Cell, roots: list[fx.Node], problem: Problem, kept: frozenset[fx.Node]
+) -> tuple[Product, ...]:
     layout, names = problem.layout, Names(cell)
     lanes = 1 if layout.packed else problem.batch
     runs = len(layout.chunks) * lanes * problem.heads
@@ -138,18 +150,18 @@ def _products(cell: Cell, roots: list[fx.Node], problem: Problem) -> tuple[Produ
             names.brief(node), product_flops(node, size) * runs, policy_of(node, policy),
             node.meta["origin"],
         )
-        for node in ancestors(roots)
+        for node in ancestors(roots, kept)
         if is_product(node)
     )  # fmt: skip
 
 
-def ancestors(roots: list[fx.Node]) -> list[fx.Node]:
-    """Every node that the roots need, and they."""
+def ancestors(roots: list[fx.Node], kept: frozenset[fx.Node] = frozenset()) -> list[fx.Node]:
+    """Every node that the roots need, and they; without what is kept and what that alone needs."""
     seen: dict[fx.Node, None] = {}
     stack = list(roots)
     while stack:
         node = stack.pop()
-        if node not in seen:
+        if node not in seen and node not in kept:
             seen[node] = None
             stack.extend(node.all_input_nodes)
     return list(seen)

@@ -23,8 +23,8 @@ DTYPES = {
 DEFAULT_SHAPE = "1,16384,32,128,128"
 DESCRIPTION = """What the compiler makes of a variant for calls of a shape: the graph in your names
 and beside your lines, what each pass changed, what M is, the plans of both executors, and for every
-kernel its tiles, bytes and FLOPs against the fused floor and an H200. Nothing is run and no GPU is
-needed."""
+kernel its tiles, bytes and FLOPs against the fused floor and an H200. No kernel is run and no GPU
+is needed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"variants: {', '.join(variant_names())}",
     )
     parser.add_argument(
-        "spec", metavar="VARIANT|FILE.py:SPEC", help="a variant of the package, or your own spec"
+        "spec",
+        metavar="VARIANT|FILE.py:SPEC",
+        help="a variant of the package, or your own spec; the file is executed (imported)",
     )
     parser.add_argument(
         "--shape",

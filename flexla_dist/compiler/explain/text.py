@@ -289,7 +289,8 @@ def legend_text() -> str:
         f"at least: the longer of bytes at the {H200.device}'s {H200.bandwidth / 1e12:g} TB/s and "
         f"products at its {H200.rates['bf16'] / 1e12:g} TFLOP/s (bf16; TF32x3 at a sixth). Bytes "
         "count a tensor once a kernel; k x2 is asked for twice and comes from the cache the second "
-        "time. Floor: inputs and results once, every product once."
+        "time. Floor: inputs and results once, and once every product that is needed given what "
+        "forward keeps."
     )
 
 
@@ -298,7 +299,7 @@ def _direction(plan: DirectionPlan) -> list[str]:
     notes = [times(len(plan.kernels), "launch")]
     notes += [times(between, "PyTorch operation")] if between else []
     notes += [f"scans in {times(plan.segments, 'segment')}"] if plan.segments else []
-    lines = title(f"Executor triton, {plan.direction}", ", ".join(notes))
+    lines = title(f"Executor triton, {plan.direction}, {plan.plan}", ", ".join(notes))
     rows: list[tuple[str, ...]] = [
         ("", "kernel", "grid", "tiles", "warps", "read", "written", "products", "at least", "")
     ]

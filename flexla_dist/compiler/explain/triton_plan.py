@@ -102,8 +102,11 @@ class _Watched(TritonExecutor):
         """The plan of a direction that was just run."""
         steps, self.steps = tuple(_joined(self.steps)), []
         source, _ = self.source(direction, self.uneven)
-        floor = floor_of(self.graphs, self.problem, direction)
-        return DirectionPlan(direction, steps, self.segments, source, floor)
+        forward = direction == "forward"
+        kept = () if forward else [theirs for _, theirs in self.kept]
+        floor = floor_of(self.graphs, self.problem, direction, kept)
+        plan = self.plan if forward else self.backward_plan
+        return DirectionPlan(direction, plan, steps, self.segments, source, floor)
 
 
 class _Noted:

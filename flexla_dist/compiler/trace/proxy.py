@@ -72,8 +72,16 @@ class DimSize(int):
             "Select with torch.where, or write two specs"
         )
 
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse  # type: ignore[assignment]
-    __eq__ = __ne__ = _refuse  # type: ignore[assignment]
+    def _same(self, other: Any) -> bool:
+        """True for the same dim, whatever its size; what else is compared decides by sizes."""
+        return (isinstance(other, DimSize) and other.name == self.name) or self._refuse()
+
+    def _other(self, other: Any) -> bool:
+        return not self._same(other)
+
+    __eq__ = __le__ = __ge__ = _same  # type: ignore[assignment]
+    __ne__ = __lt__ = __gt__ = _other  # type: ignore[assignment]
+    __bool__ = _refuse  # type: ignore[assignment]
     __hash__ = int.__hash__
 
     def _value(self) -> Traced:

@@ -112,7 +112,7 @@ class _Trace:
             return inputs
         with self.tracer.in_stage("token_mode", self.spec.token_mode):
             x = self.tracer.values(inputs, "input")
-            returned = self.spec.token_mode(x, self._params())
+            returned = self.tracer.run(self.spec.token_mode, ("x", x), ("p", self._params()))
             new = self._named(returned, "token_mode", "inputs")
             for name, node in new.items():
                 if name not in inputs:
@@ -139,7 +139,8 @@ class _Trace:
     def _chunk_stage(self, inputs: dict[str, fx.Node], params: Values) -> dict[str, fx.Node]:
         with self.tracer.in_stage("chunk_mode", self.spec.chunk_mode):
             x = self.tracer.values(inputs, "input")
-            local = self._named(self.spec.chunk_mode(x, params), "chunk_mode", "local values")
+            returned = self.tracer.run(self.spec.chunk_mode, ("x", x), ("p", params))
+            local = self._named(returned, "chunk_mode", "local values")
             for name in local:
                 if name in RESERVED_LOCALS and self.spec.log_scaled is not None:
                     raise self._error(f"local value {name!r} is reserved in a log-scaled spec")
@@ -188,7 +189,8 @@ class _Trace:
             c = self.tracer.values(
                 {k: v for k, v in local.items() if k not in hidden}, "local value"
             )
-            returned = self.spec.decay_mode(self._state_argument(states), c)
+            entering = self._state_argument(states)
+            returned = self.tracer.run(self.spec.decay_mode, ("state", entering), ("c", c))
             if self.spec.single_state:
                 new = {"S": self.tracer.result("the next state", returned)}
             else:
@@ -210,7 +212,8 @@ class _Trace:
             c = self.tracer.values(
                 {k: v for k, v in local.items() if k not in hidden}, "local value"
             )
-            returned = self.spec.merge_mode(self._state_argument(states), c)
+            entering = self._state_argument(states)
+            returned = self.tracer.run(self.spec.merge_mode, ("state", entering), ("c", c))
             node = self.tracer.result("the output", returned)
             return self.tracer.fit("the output", node, self.spec.output_dims)
 

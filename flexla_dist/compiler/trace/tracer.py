@@ -8,6 +8,8 @@ understood are the table `LOWERINGS`.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +25,7 @@ from flexla_dist.compiler.trace.lowering import LOWERINGS, supported_names
 from flexla_dist.compiler.trace.lowering.refused import REFUSED
 from flexla_dist.compiler.trace.proxy import DimSize, Traced, definition_line, user_line
 from flexla_dist.errors import SourceLine, TraceError
-from flexla_dist.shapes import UNIT_DIM, format_dims, nearest
+from flexla_dist.shapes import UNIT_DIM, format_dims
 from flexla_dist.spec.values import Values
 
 _ALIASES = {
@@ -129,7 +131,10 @@ class Tracer:
             return self.builder.emit(fn, *operands, **attrs)
         except ShapeRuleError as misfit:
             raise TraceError(
-                f"{fn.__name__}: {misfit}", spec=self.spec_name, stage=self.stage, origin=origin
+                str(misfit) if str(misfit).startswith(fn.__name__) else f"{fn.__name__}: {misfit}",
+                spec=self.spec_name,
+                stage=self.stage,
+                origin=origin,
             ) from None
 
     def _typed(self, fn: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -213,9 +218,11 @@ class Tracer:
             return self.error(
                 f"in-place {name} is not supported; use the value that {name[:-1]} returns"
             )
-        hint = nearest(name, known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.7)
+        hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
         return self.error(
-            f"operator {name!r} is not supported{hint}. Supported: {', '.join(known)}"
+            f"operator {name!r} is not supported{hint}. Write it with the {len(known)} operators "
+            "that flexla_dist.compiler.trace.lowering.supported_names() lists"
         )
 
     # -- stages -------------------------------------------------------------------------------
@@ -230,6 +237,24 @@ class Tracer:
                 yield
         finally:
             self.stage = before
+
+    def run(self, callable_: Callable[..., Any], *named: tuple[str, Any]) -> Any:
+        """What a callable returns for arguments, each with its name in messages; one that takes
+        others is refused before it is called."""
+        arguments = [value for _, value in named]
+        try:
+            inspect.signature(callable_).bind(*arguments)
+        except ValueError:  # of C functions nothing is known
+            pass
+        except TypeError as wrong:
+            shown = ", ".join(name for name, _ in named)
+            raise TraceError(
+                f"it must take {len(named)} arguments, ({shown}), but {wrong}",
+                spec=self.spec_name,
+                stage=self.stage,
+                origin=self.defined,
+            ) from None
+        return callable_(*arguments)
 
     def values(self, nodes: Mapping[str, fx.Node], kind: str) -> Values:
         """Nodes as the namespace that a callable receives."""

@@ -22,9 +22,23 @@ def broadcast_dims(*operands: Dims) -> Dims:
         named = {dim for dim in column if dim != UNIT_DIM}
         if len(named) > 1:
             shown = " and ".join(format_dims(dims) for dims in operands)
-            raise ShapeRuleError(f"{shown} do not broadcast: {' against '.join(sorted(named))}")
+            raise ShapeRuleError(
+                f"{shown} do not broadcast: {' against '.join(sorted(named))}{_column(operands)}"
+            )
         out.append(named.pop() if named else UNIT_DIM)
     return tuple(out)
+
+
+def _column(operands: tuple[Dims, ...]) -> str:
+    """The fix where a vector lies along the last dim and belongs along the first."""
+    for row in operands:
+        others = [dims for dims in operands if dims is not row]
+        if len(row) == 2 and row[0] == UNIT_DIM and all(row[1] == dims[0] for dims in others):
+            return (
+                f". Dims are matched from the last one: give [{row[1]}] as x[:, None], which is "
+                f"[{row[1]}, 1]"
+            )
+    return ""
 
 
 def same(x: Dims, **_: Any) -> Dims:
