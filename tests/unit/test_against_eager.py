@@ -58,9 +58,16 @@ def measured(call: Callable[..., Any], *leaves: Tensor) -> list[Tensor]:
     return [output.detach(), *zeros]
 
 
-def check(spec: LinearAttentionSpec, **scalars: float) -> None:
-    """Output and every gradient, of 20 tokens in chunks of 16."""
+def check(
+    spec: LinearAttentionSpec, given: dict[str, list[float]] | None = None, **scalars: float
+) -> None:
+    """Output and every gradient, of 20 tokens in chunks of 16; `given` are the first numbers of
+    inputs and parameters."""
     inputs, params = tensors(spec)
+    for name, numbers in (given or {}).items():
+        with torch.no_grad():
+            flat = {**inputs, **params}[name].view(-1)
+            flat[: len(numbers)] = torch.tensor(numbers, dtype=flat.dtype)
     leaves = (*inputs.values(), *params.values())
     op = flexla_dist.compile(spec, executor="torch", chunk_size=16)
     previous = torch.get_default_dtype()
@@ -130,3 +137,30 @@ MASKS: dict[str, Stage] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_transposed_masks(name: str) -> None:
     check(spec_of(MASKS[name]))
+
+
+# -- powers ---------------------------------------------------------------------------------------
+
+POWERS: dict[str, Stage] = {
+    "of a value": lambda x, p: x.q.abs() ** p.u,
+    "of a number": lambda x, p: 1.5**x.q,
+    "of zero": lambda x, p: 0.0 ** x.q.abs(),
+    "constant": lambda x, p: x.q**2 + x.q**3.0 + x.q**1 + x.q**0 + x.q**True,
+    "constant tensor": lambda x, p: x.q ** torch.tensor(3.0),
+    "of a mask": lambda x, p: (x.q > 0) ** p.u,
+    "of a softplus": lambda x, p: torch.nn.functional.softplus(x.q) ** p.scale,
+    "of a position": lambda x, p: torch.arange(x.q.shape[0])[:, None] ** p.u.abs(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::flexla_dist.errors.NumericsWarning")
+@pytest.mark.parametrize("name", POWERS)
+@pytest.mark.parametrize("powers", [[2.0, 1.0, 0.0], [0.5, 1.5, 3.5]], ids=str)
+def test_powers_are_those_of_torch(name: str, powers: list[float]) -> None:
+    """Also at zero, values and gradients."""
+
+    def chunk_mode(x: Any, p: Any) -> Any:
+        return {"q": POWERS[name](x, p), "k": x.k, "v": x.v}
+
+    spec = spec_of(chunk_mode, params={"u": "K"}, scalars={"scale": 0.3})
+    check(spec, {"q": [0.0, 0.0, 0.0, 0.0, -1.0, 2.0], "u": powers}, scale=1.7)

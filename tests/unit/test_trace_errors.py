@@ -228,6 +228,11 @@ EXPRESSIONS: dict[str, tuple[Stage, tuple[str, ...]]] = {
         lambda x, p: F.decay_scores(x.q, x.k, x.g, x.g), ("must all be [C, K]", "[C]"),
     ),
     "dims of a scan": (lambda x, p: F.decay_scan(x.g, x.q), ("g and x must both be [C, D]",)),
+    "power of what may be negative": (
+        lambda x, p: x.q**p.scale, ("base may be negative", "x ** 2", "torch.exp(e * "),
+    ),
+    "value to a value": (lambda x, p: x.q**x.k, ("base may be negative",)),
+    "negative number to a value": (lambda x, p: (-2.0) ** x.q, ("-2 ** a value",)),
     "dims of an inverse": (lambda x, p: F.unit_tril_inverse(x.q), ("square matrix",)),
 }  # fmt: skip
 

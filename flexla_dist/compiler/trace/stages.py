@@ -16,6 +16,7 @@ from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
+from flexla_dist.compiler.trace.names import FRESH, LOG_SCALE, SHIFT, VALID, state_argument
 from flexla_dist.compiler.trace.tracer import Tracer
 from flexla_dist.errors import TraceError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
@@ -24,15 +25,6 @@ from flexla_dist.spec.values import Values
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157)
 _OTHER_PRIMES = (211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271)
-VALID = "valid"
-SHIFT = "shift"  # m - m', of log-scaled states
-FRESH = "fresh"
-LOG_SCALE = "m"
-
-
-def state_argument(name: str) -> str:
-    """Placeholder of a state entering the chunk."""
-    return f"state_{name}"
 
 
 def dim_names(spec: LinearAttentionSpec) -> list[str]:

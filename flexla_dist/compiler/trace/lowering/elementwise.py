@@ -95,16 +95,6 @@ def _ne(t: Tracer, a: Any, b: Any) -> Any:
     return t.wrap(t.emit(ops.logical_not, t.call("eq", a, b).node))
 
 
-@lowering("pow")
-def _pow(t: Tracer, x: Any, exponent: Any) -> Any:
-    if not isinstance(exponent, int | float) or isinstance(exponent, bool):
-        log = t.call("log", x)
-        return t.call("exp", t.call("mul", log, exponent))
-    if exponent == 2:
-        return t.call("mul", x, x)
-    return t.wrap(t.emit(ops.power, value_of(t, x).node, exponent=float(exponent)))
-
-
 @lowering("exp2")
 def _exp2(t: Tracer, x: Any) -> Any:
     return t.call("exp", t.call("mul", x, math.log(2.0)))
