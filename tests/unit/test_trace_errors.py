@@ -322,6 +322,13 @@ def test_a_function_with_its_own_backward() -> None:
     assert caught.value.origin is not None and caught.value.origin.text == "return a.clone()"
 
 
+@pytest.mark.parametrize("name", ["value_exp", "value_exp_1", "value_decay_scores"])
+def test_names_of_values_that_wait(name: str) -> None:
+    with pytest.raises(TraceError, match=f"'{name}' is a name of the compiler's own values"):
+        compile_graphs(make(inputs={**INPUTS, name: "C K"}))
+    assert compile_graphs(make(inputs={**INPUTS, "value_states": "C K"})).cell.outputs
+
+
 # -- purity ---------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ is not pure, and is refused with its line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
+from flexla_dist.compiler.ir.operators import OPERATORS
 from flexla_dist.compiler.trace.names import FRESH, LOG_SCALE, SHIFT, VALID, state_argument
 from flexla_dist.compiler.trace.tracer import Tracer
 from flexla_dist.errors import TraceError
@@ -40,6 +42,7 @@ def dim_names(spec: LinearAttentionSpec) -> list[str]:
 
 def trace_spec(spec: LinearAttentionSpec) -> Cell:
     """Trace all stages of a spec; raises TraceError with the user's line."""
+    _check_names(spec)
     names = dim_names(spec)
     if len(names) > len(_PRIMES):
         raise TraceError(
@@ -51,6 +54,18 @@ def trace_spec(spec: LinearAttentionSpec) -> Cell:
     second = _Trace(spec, names, _COMPOSITES, torch.float64).run()
     _compare(spec, first, second)
     return first
+
+
+def _check_names(spec: LinearAttentionSpec) -> None:
+    """Values that wait between programs or kernels are called after their operator."""
+    for name in (*spec.inputs, *spec.params, *spec.scalars):
+        operator = re.fullmatch(r"value_([a-z0-9_]*?)(_\d+)?", name)
+        if operator and operator[1] in {info.name for info in OPERATORS.values()}:
+            raise TraceError(
+                f"{name!r} is a name of the compiler's own values; rename it",
+                spec=spec.name,
+                stage="inputs",
+            )
 
 
 class _Trace:
