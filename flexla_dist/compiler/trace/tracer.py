@@ -21,16 +21,15 @@ from torch.overrides import TorchFunctionMode
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Builder, Mark, is_mask
 from flexla_dist.compiler.ir.operators import OPERATORS, ShapeRuleError
-from flexla_dist.compiler.trace.lowering import LOWERINGS, supported_names
-from flexla_dist.compiler.trace.lowering.refused import REFUSED
-from flexla_dist.compiler.trace.proxy import (
-    DimSize,
-    Traced,
+from flexla_dist.compiler.trace.lines import (
     definition_line,
     inside_autograd_function,
     raised_line,
     user_line,
 )
+from flexla_dist.compiler.trace.lowering import LOWERINGS, supported_names
+from flexla_dist.compiler.trace.lowering.refused import REFUSED
+from flexla_dist.compiler.trace.proxy import DimSize, Traced
 from flexla_dist.compiler.trace.tokens import mixes_tokens
 from flexla_dist.errors import FlexlaError, SourceLine, TraceError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, format_dims
