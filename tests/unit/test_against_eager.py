@@ -146,6 +146,7 @@ POWERS: dict[str, Stage] = {
     "of a number": lambda x, p: 1.5**x.q,
     "of zero": lambda x, p: 0.0 ** x.q.abs(),
     "constant": lambda x, p: x.q**2 + x.q**3.0 + x.q**1 + x.q**0 + x.q**True,
+    "large": lambda x, p: x.q**5 + x.q**8 + (x.q.abs() + 1) ** -7 + x.q**11.0,
     "constant tensor": lambda x, p: x.q ** torch.tensor(3.0),
     "of a mask": lambda x, p: (x.q > 0) ** p.u,
     "of a softplus": lambda x, p: torch.nn.functional.softplus(x.q) ** p.scale,

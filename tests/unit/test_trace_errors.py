@@ -239,6 +239,7 @@ EXPRESSIONS: dict[str, tuple[Stage, tuple[str, ...]]] = {
         lambda x, p: F.decay_scores(x.q, x.k, x.g, x.g), ("must all be [C, K]", "[C]"),
     ),
     "dims of a scan": (lambda x, p: F.decay_scan(x.g, x.q), ("g and x must both be [C, D]",)),
+    "NaN": (lambda x, p: torch.where(x.q > 0, math.nan, x.q), ("a constant that is no number",)),
     "to whole numbers": (lambda x, p: x.q.to(torch.int32), ("dtype=torch.int32", "rounded")),
     "type of whole numbers": (lambda x, p: x.q.type(torch.int64), ("dtype=torch.int64",)),
     "complex numbers": (lambda x, p: x.q.to(torch.complex64), ("not complex numbers",)),

@@ -188,6 +188,8 @@ class Tracer:
         if isinstance(value, DimSize):
             return self.size(value.name).node
         if isinstance(value, bool | int | float):
+            if value != value:
+                raise self.error("a constant that is no number (NaN); write a finite one")
             return float(value)
         if isinstance(value, torch.Tensor):
             with torch._C.DisableTorchFunction():

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
     from flexla_dist.compiler.trace.tracer import Tracer
 
 
+_LEAST, _MOST = -3, 4  # whole powers that are products in kernels, their gradients too
+_LARGE = 1024
+
+
 @lowering("pow")
 def _pow(t: Tracer, x: Any, exponent: Any) -> Any:
     base, power = t.as_number(t.operand(x)), t.as_number(t.operand(exponent))
     number = constant_of(power)
     if number is not None:
         base = value_of(t, x) if isinstance(base, float) else t.wrap(base)
-        if number == 2:
-            return t.call("mul", base, base)
-        return t.wrap(t.emit(ops.power, base.node, exponent=number))
+        return _constant_power(t, base, number)
     power = t.wrap(power)
     fixed = constant_of(base)
     if fixed is not None:
@@ -42,6 +44,23 @@ def _pow(t: Tracer, x: Any, exponent: Any) -> Any:
             "know to be positive, torch.exp(e * torch.log(x))"
         )
     return _of_value(t, t.wrap(base), power)
+
+
+def _constant_power(t: Tracer, x: Any, power: float) -> Any:
+    """Whole powers are products: nothing is a number where a logarithm of x is none."""
+    if power == 0.0:
+        return t.wrap(t.builder.expand(1.0, x.dims))
+    if power == 1.0:
+        return x
+    if power == 2.0:
+        return t.call("mul", x, x)
+    if not power.is_integer() or _LEAST <= power <= _MOST or abs(power) > _LARGE:
+        return t.wrap(t.emit(ops.power, x.node, exponent=power))
+    if power < 0.0:
+        return t.call("div", 1.0, _constant_power(t, x, -power))
+    half = _constant_power(t, x, power // 2.0)
+    square = t.call("mul", half, half)
+    return t.call("mul", square, x) if power % 2.0 else square
 
 
 def _of_number(t: Tracer, base: float, power: Any) -> Any:
