@@ -291,7 +291,7 @@ def test_operators_are_compiled_once_per_option() -> None:
     assert one is not operator("kda", TokenOptions(), None)
 
 
-@pytest.mark.parametrize("place", [(5, 2), (-1, 2), (2, 2), (0, 0), (0.5, 2), ("0", 2)], ids=str)
+@pytest.mark.parametrize("place", [(5, 2), (-1, 2), (3, 2), (0, 0), (0.5, 2), ("0", 2)], ids=str)
 def test_lightning_layers_count_from_zero(place: tuple[Any, Any]) -> None:
     q = torch.randn(1, 4, 2, 4)
     with pytest.raises(ArgumentError, match=r"layer_idx = .* of num_layers = .*; expected whole"):
