@@ -85,6 +85,10 @@ class ExecutorError(FlexlaError, ValueError):
     """The executor asked for is unknown or cannot run here."""
 
 
+class CacheFolderError(FlexlaError, OSError):
+    """Generated source cannot be written to the user's cache folder."""
+
+
 class ShardingError(FlexlaError, ValueError):
     """Shards, documents or ranks do not fit together (lengths, cu_seqlens, groups, shapes)."""
 

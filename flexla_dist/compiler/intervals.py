@@ -16,7 +16,7 @@ from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.operators import OPERATORS
-from flexla_dist.compiler.trace.stages import FRESH
+from flexla_dist.compiler.trace.names import FRESH
 
 Interval = tuple[float, float]
 ALL: Interval = (-math.inf, math.inf)

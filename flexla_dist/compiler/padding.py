@@ -20,7 +20,7 @@ from torch import fx
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell, dims_of
 from flexla_dist.compiler.ir.operators import OPERATORS
-from flexla_dist.compiler.trace.proxy import definition_line
+from flexla_dist.compiler.trace.lines import definition_line
 from flexla_dist.compiler.trace.stages import SHIFT, VALID, state_argument
 from flexla_dist.errors import PaddingError
 from flexla_dist.shapes import UNIT_DIM

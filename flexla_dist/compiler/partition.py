@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
-from flexla_dist.compiler.ir.graph import Cell
+from flexla_dist.compiler.ir.graph import Cell, add_argument
 from flexla_dist.compiler.ir.operators import OPERATORS
 
 _REMADE = frozenset({ops.unsqueeze, ops.squeeze, ops.permute, ops.expand})
@@ -83,7 +83,7 @@ class _Partitioner:
         names = []
         for node in arguments:
             names.append(_argument_name(node))
-            env[node] = graph.placeholder(names[-1])
+            env[node] = add_argument(graph, names[-1])
         for node in self.cell.graph.nodes:
             if node in body:
                 env[node] = graph.node_copy(node, lambda x: env[x])

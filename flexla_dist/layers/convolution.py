@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 from torch import Tensor, nn
 
 from flexla_dist.compiler.executor.tables import device_table
 
+Starts: TypeAlias = Tensor | Sequence[int] | None
 
-def document_positions(cu_seqlens: Tensor, tokens: int, device: torch.device) -> Tensor:
+
+def document_positions(
+    cu_seqlens: Tensor | Sequence[int], tokens: int, device: torch.device
+) -> Tensor:
     """Distance [T] of every token of a packed row from the first token of its document."""
-    if cu_seqlens.device == device or torch.compiler.is_compiling():
-        starts = cu_seqlens.to(device=device, dtype=torch.int64)
+    there = isinstance(cu_seqlens, Tensor) and cu_seqlens.device == device
+    if there or torch.compiler.is_compiling():
+        starts = torch.as_tensor(cu_seqlens, dtype=torch.int64, device=device)
     else:  # copied once, so that a CUDA graph can be captured
-        starts = device_table(cu_seqlens.tolist(), device, torch.int64)
+        starts = device_table(torch.as_tensor(cu_seqlens).tolist(), device, torch.int64)
     index = torch.arange(tokens, device=device)
     document = torch.searchsorted(starts, index, right=True) - 1
     return index - starts[document]
@@ -40,7 +48,7 @@ class ShortConvolution(nn.Module):
             self.weight.uniform_(-0.5, 0.5).mul_(self.width**-0.5)
             self.weight[0].add_(1.0)
 
-    def forward(self, x: Tensor, halo: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, halo: Tensor, cu_seqlens: Starts = None) -> Tensor:
         """Convolve.
 
         Args:
@@ -64,7 +72,7 @@ class ShortConvolution(nn.Module):
             y = torch.addcmul(y, earlier, weight[tap])
         return nn.functional.silu(y)
 
-    def _reach(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    def _reach(self, x: Tensor, cu_seqlens: Starts) -> Tensor | None:
         """How many earlier tokens each token may see; None where the halo alone decides."""
         if cu_seqlens is None or x.shape[1] == 0:
             return None

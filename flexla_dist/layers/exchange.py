@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flexla_dist.layers.convolution import Starts
+
 State = Tensor | tuple[Tensor, ...]
 
 
@@ -20,7 +22,7 @@ class SequenceExchange(Protocol):
     """What a layer needs from outside its own tokens."""
 
     @property
-    def cu_seqlens(self) -> Tensor | None:
+    def cu_seqlens(self) -> Starts:
         """Document starts [N+1] of the local tokens, or None when nothing is packed."""
 
     def convolve_halo(self, x: Tensor, width: int) -> Tensor:
@@ -41,7 +43,7 @@ class SequenceExchange(Protocol):
 class LocalExchange:
     """The whole sequence is here: zeros before it, and the operator as it is."""
 
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Starts = None
 
     def convolve_halo(self, x: Tensor, width: int) -> Tensor:
         return x.new_zeros(x.shape[0], width, x.shape[2])

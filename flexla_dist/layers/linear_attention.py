@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flexla_dist.errors import ArgumentError
 from flexla_dist.layers.convolution import ShortConvolution
 from flexla_dist.layers.exchange import (
     DecodeExchange,
@@ -22,6 +24,8 @@ from flexla_dist.ops.custom_ops import PUBLISHED
 from flexla_dist.ops.op import LinearAttentionOp, compile
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.variants import get_variant
+
+_LEAST = {"width": 1, "heads": 1, "value_heads": 1, "key_dim": 1, "value_dim": 1, "conv_width": 0}
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,23 @@ class LayerConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        if self.variant not in RECIPES:
-            raise ValueError(
-                f"unknown variant {self.variant!r}{nearest(self.variant, RECIPES)}; "
+        if not isinstance(self.variant, str) or self.variant not in RECIPES:
+            raise ArgumentError(
+                f"unknown variant {self.variant!r}{nearest(str(self.variant), RECIPES)}; "
                 f"layers exist for {', '.join(RECIPES)}"
             )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if name == "value_heads" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(
+                    f"{name} is {value!r}; expected a whole number, at least {least}"
+                )
+        if isinstance(self.norm_eps, bool) or not isinstance(self.norm_eps, int | float):
+            raise ArgumentError(f"norm_eps is {self.norm_eps!r}; expected a number such as 1e-6")
         if self.num_value_heads % self.heads:
-            raise ValueError(
+            raise ArgumentError(
                 f"value_heads must be a multiple of heads, got {self.num_value_heads} value heads "
                 f"and {self.heads} heads"
             )
@@ -120,13 +134,13 @@ class LinearAttentionLayer(nn.Module):
         self,
         x: Tensor,
         *,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
         exchange: SequenceExchange | None = None,
     ) -> Tensor:
         """y [B, T, D] from x [B, T, D].
 
-        cu_seqlens: document starts [N+1] of a packed x (B = 1), on the CPU. exchange: what lies
-        before x; None means that x is the whole sequence. Give at most one of the two.
+        cu_seqlens: document starts [N+1] of a packed x (B = 1), a list or a tensor on the CPU.
+        exchange: what lies before x; None means that x is the whole sequence. Give at most one.
         """
         if exchange is None:
             exchange = LocalExchange(cu_seqlens)
@@ -137,6 +151,10 @@ class LinearAttentionLayer(nn.Module):
         return self._mix(x, exchange)
 
     def _mix(self, x: Tensor, exchange: SequenceExchange) -> Tensor:
+        if x.ndim != 3 or x.shape[-1] != self.config.width:
+            raise ArgumentError(
+                f"x is {list(x.shape)}; expected [B, T, D] with D = {self.config.width}"
+            )
         q, k, v = self.project(x, exchange)
         inputs, scalars = self.operator_inputs(x, q, k, v), self.operator_scalars()
         o = exchange.attend(self.op, inputs, self.operator_params(), scalars)

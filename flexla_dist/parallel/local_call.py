@@ -19,7 +19,7 @@ from flexla_dist.comm.element import Element, StateElement, identity_like
 from flexla_dist.comm.engines import Arriving
 from flexla_dist.comm.exchange import StateExchanger
 from flexla_dist.comm.tag import Tag
-from flexla_dist.errors import ArgumentError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.parallel.engine import Carrier, Groups
 from flexla_dist.parallel.outgoing import Outgoing, as_element
 from flexla_dist.parallel.plan import SequencePlan
@@ -169,7 +169,8 @@ class LocalCall:
     # -- states -------------------------------------------------------------------------------
 
     def check_initial(self, initial: States, blank: States, batch: int) -> None:
-        """ArgumentError unless given initial states are [N, HV, ...] of the whole row."""
+        """ArgumentError unless given initial states are [N, HV, ...] of the whole row, and of a
+        floating type."""
         if not initial:
             return
         if len(initial) != len(blank):
@@ -178,6 +179,11 @@ class LocalCall:
                 "state of the operator"
             )
         for given, like in zip(initial, blank, strict=True):
+            if not given.is_floating_point():
+                raise ArgumentTypeError(
+                    f"initial_state has dtype {given.dtype}; expected a floating type such as "
+                    "float32: convert it with .float()"
+                )
             expected = (self.all_documents(batch), *like.shape[1:])
             if tuple(given.shape) != expected:
                 raise ArgumentError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexla_dist.errors import ArgumentError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.shapes import nearest
 from flexla_dist.spec.spec import LinearAttentionSpec
 
@@ -153,6 +153,11 @@ def named_states(
             f"{', '.join(names)}"
         )
     for name, value in zip(names, values, strict=True):
+        if not value.is_floating_point():
+            raise ArgumentTypeError(
+                f"{spec.name}: initial state {name!r} has dtype {value.dtype}; expected a floating "
+                "type such as float32: convert it with .float()"
+            )
         if tuple(value.shape) != shapes[name]:
             raise ArgumentError(
                 f"{spec.name}: initial state {name!r} is {list(value.shape)}, "

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from keyword import iskeyword
 from types import MappingProxyType
 from typing import Any
 
 from flexla_dist.errors import SpecError, SpecPicklingError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
+from flexla_dist.spec.names import NAME, check_fields, check_names, check_numbers, is_number
 
 ChunkMode = Callable[[Any, Any], Mapping[str, Any]]
 DecayMode = Callable[[Any, Any], Any]
@@ -25,22 +24,8 @@ MergeMode = Callable[[Any, Any], Any]
 TokenMode = Callable[[Any, Any], Mapping[str, Any]]
 Recurrence = Callable[[Any, Any, Any], tuple[Any, Any]]
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 CALLABLES = ("chunk_mode", "decay_mode", "merge_mode", "token_mode", "recurrence")
 _RESERVED_LOCALS = ("carry", "fresh", "m")
-_CALL_KEYWORDS = ("initial_state", "output_final_state", "cu_seqlens", "executor", "self")
-_GRAPH_NAMES = ("sizes", "valid", "shift", "fresh", "m", "output", "grad_output", "log_decay")
-_STATE_PREFIXES = (
-    "state",
-    "next",
-    "prev",
-    "local",
-    "decay",
-    "matrix",
-    "map",
-    "adjoint",
-    "grad_next",
-)
 
 
 @dataclass(frozen=True)
@@ -83,11 +68,11 @@ def parse_dims(text: str, what: str) -> InputSpec:
     for word in text.replace("<= 0", "<=0").split():
         if word == "<=0":
             log_decay = True
-        elif word.startswith("@") and _NAME.match(word[1:]):
+        elif word.startswith("@") and NAME.match(word[1:]):
             if group is not None:
                 raise SpecError(f"{what}: two head groups in {text!r}; an input has at most one")
             group = word[1:]
-        elif _NAME.match(word) or word == UNIT_DIM:
+        elif NAME.match(word) or word == UNIT_DIM:
             dims.append(word)
         else:
             raise SpecError(
@@ -141,11 +126,14 @@ class LinearAttentionSpec:
     recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("inputs", "params", "scalars", "padding"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         if not isinstance(self.state, str):
             object.__setattr__(self, "state", MappingProxyType(dict(self.state)))
-        self._check_names()
+        check_names(self)
+        check_numbers(self)
+        self._check_padding()
         self._check_dims()
         self._check_callables()
 
@@ -196,12 +184,12 @@ class LinearAttentionSpec:
     def state_dims(self) -> dict[str, Dims]:
         """Dims of every state; a single state is called `S`."""
         states = {"S": self.state} if isinstance(self.state, str) else self.state
-        return {name: self._parse("state", name, text).dims for name, text in states.items()}
+        return {name: self._plain_dims("state", name, text) for name, text in states.items()}
 
     @property
     def output_dims(self) -> Dims:
         """Dims of the output, `C` first."""
-        return self._parse("output", "output", self.output).dims
+        return self._plain_dims("output", "output", self.output)
 
     # -- checks -------------------------------------------------------------------------------
 
@@ -209,46 +197,25 @@ class LinearAttentionSpec:
         parsed = parse_dims(text, f"{self.name}: {kind} {name!r}")
         return InputSpec(name, parsed.dims, parsed.group, parsed.log_decay)
 
-    def _check_names(self) -> None:
-        if not isinstance(self.name, str) or not _NAME.match(self.name):
-            raise SpecError(f"name must be an identifier, got {self.name!r}")
-        if not self.inputs:
-            raise SpecError(f"{self.name}: a spec needs at least one input")
-        if not self.state_dims:
-            raise SpecError(f"{self.name}: a spec needs at least one state")
-        seen: dict[str, str] = dict.fromkeys(_CALL_KEYWORDS, "keyword of the compiled operator")
-        seen |= dict.fromkeys(self._graph_names(), "name of the compiler's own values")
-        for kind in ("inputs", "params", "scalars"):
-            for name in getattr(self, kind):
-                if not isinstance(name, str) or not _NAME.match(name) or iskeyword(name):
-                    raise SpecError(
-                        f"{self.name}: {kind} name {name!r} is not an identifier, or a Python "
-                        "keyword"
-                    )
-                if name in seen:
-                    raise SpecError(
-                        f"{self.name}: {name!r} in {kind} is already a {seen[name]}; rename it"
-                    )
-                seen[name] = kind
-        for name in self.state_dims:
-            if not _NAME.match(name):
-                raise SpecError(f"{self.name}: state name {name!r} is not an identifier")
-        for name in self.padding:
+    def _plain_dims(self, kind: str, name: str, text: str) -> Dims:
+        """Dims of what has neither a head group nor a sign."""
+        parsed = self._parse(kind, name, text)
+        if parsed.group is not None or parsed.log_decay:
+            raise SpecError(
+                f"{self.name}: {kind} {name!r} is {text!r}; '@group' and '<=0' belong to inputs, "
+                f"write {' '.join(parsed.dims)!r}"
+            )
+        return parsed.dims
+
+    def _check_padding(self) -> None:
+        for name, value in self.padding.items():
             if name not in self.inputs:
                 raise SpecError(
                     f"{self.name}: padding for {name!r}, which is no input; "
                     f"inputs are {', '.join(self.inputs)}"
                 )
-            value = self.padding[name]
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or math.isnan(value):
+            if not is_number(value) or math.isnan(value):
                 raise SpecError(f"{self.name}: padding of {name!r} is {value!r}; expected a number")
-
-    def _graph_names(self) -> list[str]:
-        """Names that graphs use for values beside the user's."""
-        of_states = [f"{prefix}_{s}" for prefix in _STATE_PREFIXES for s in self.state_dims]
-        given = (*self.inputs, *self.params)
-        return [*_GRAPH_NAMES, "log_weight", *of_states, *(f"grad_{name}" for name in given)]
 
     def _check_dims(self) -> None:
         known: set[str] = set()
@@ -278,6 +245,11 @@ class LinearAttentionSpec:
         if out[:1] != (TOKEN_DIM,):
             raise SpecError(
                 f"{self.name}: output has dims {' '.join(out)!r}; {TOKEN_DIM} must come first"
+            )
+        if len(out) == 1:
+            raise SpecError(
+                f"{self.name}: output has dims {self.output!r}; expected a dim beside "
+                f"{TOKEN_DIM}, such as 'C V', or 'C 1' for one number a token"
             )
         if len(set(out)) != len(out):
             raise SpecError(
@@ -310,8 +282,14 @@ class LinearAttentionSpec:
                 f"{self.name}: log_scaled must be LogScaled(decay=..., weight=...), "
                 f"got {type(self.log_scaled).__name__}"
             )
-        if self.log_scaled is not None and "m" in self.state_dims:
-            raise SpecError(f"{self.name}: state name 'm' is taken by the log scale; rename it")
+        if self.log_scaled is not None:
+            for field_name in ("decay", "weight"):
+                local = getattr(self.log_scaled, field_name)
+                if not isinstance(local, str):
+                    raise SpecError(
+                        f"{self.name}: log_scaled {field_name} is {local!r}; expected the name of "
+                        "a local value of chunk_mode"
+                    )
 
 
 def _load(values: dict[str, Any]) -> LinearAttentionSpec:

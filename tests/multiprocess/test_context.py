@@ -323,6 +323,14 @@ def communicating_recomputation(rank: int) -> None:
     loss.sum().backward()
 
 
+def complex_initial_state(rank: int) -> None:
+    spec = get_variant("simple_gla")
+    given = make_inputs(spec, batch=1, tokens=4, heads=2, value_heads=2)
+    state = torch.zeros(given.initial_state.shape, dtype=torch.complex128)  # type: ignore[union-attr]
+    op = SequenceParallelOp(compile(spec), group=dist.group.WORLD)
+    op(**given.inputs, scale=1.0, initial_state=state)
+
+
 def wrong_strategy(rank: int) -> None:
     SequenceParallelLA(make_layer(), group=dist.group.WORLD, strategy="log_scam")
 
@@ -364,6 +372,7 @@ FAILURES: list[tuple[Callable[[int], None], str, str]] = [
     (packed_batch, ShardingError.__name__, "one packed row"),
     (documents_without_context, ShardingError.__name__, "sequence_context"),
     (wrong_initial_state, DISAGREE, "initial state"),
+    (complex_initial_state, "ArgumentTypeError", "initial_state has dtype torch.complex128"),
     (failing_block, "ValueError", "out of luck"),
     (other_plan, "TagMismatch", "no context with lengths of hash"),
     (communicating_recomputation, "RecomputeError", "outside of the checkpointed"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from flexla_dist import ops
-from flexla_dist.errors import ArgumentError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.spec.oracle import run_recurrence
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.budget import check
@@ -289,3 +289,52 @@ def test_operators_are_compiled_once_per_option() -> None:
     one = operator("kda", TokenOptions(unit_qk=True), None)
     assert one is operator("kda", TokenOptions(unit_qk=True), None)
     assert one is not operator("kda", TokenOptions(), None)
+
+
+@pytest.mark.parametrize("place", [(5, 2), (-1, 2), (3, 2), (0, 0), (0.5, 2), ("0", 2)], ids=str)
+def test_lightning_layers_count_from_zero(place: tuple[Any, Any]) -> None:
+    q = torch.randn(1, 4, 2, 4)
+    with pytest.raises(ArgumentError, match=r"layer_idx = .* of num_layers = .*; expected whole"):
+        ops.chunk_lightning_attn(q, q, q, *place)
+    o, _ = ops.chunk_lightning_attn(q, q, q, 1, 2)
+    assert o.shape == q.shape
+
+
+Q, V = torch.randn(1, 4, 2, 4), torch.randn(1, 4, 2, 3)
+GATE, EMPTY = -torch.rand(1, 4, 2), torch.zeros(1, 4, 2, 0)
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no q": (lambda: ops.chunk_gla(None, Q, V, Q), ArgumentTypeError, "chunk_gla: q is NoneType"),
+    "list": (lambda: ops.chunk_gla([1], Q, V, Q), ArgumentTypeError, "q is list; expected"),
+    "number": (
+        lambda: ops.chunk_gla(torch.tensor(1.0), Q, V, Q), ArgumentError,
+        r"q is \[\]; expected at least 3 dims, \[B, T, heads",
+    ),
+    "no K": (lambda: ops.chunk_gla(EMPTY, EMPTY, V, EMPTY), ArgumentError, "K = 0: give scale"),
+    "gamma": (
+        lambda: ops.chunk_simple_gla(Q, Q, V, g_gamma=[0.1, 0.2]), ArgumentTypeError,
+        "g_gamma is list; expected a tensor",
+    ),
+    "A_log": (
+        lambda: ops.chunk_mamba2(Q, Q, V, GATE, None), ArgumentTypeError, "A_log is NoneType",
+    ),
+    "x": (lambda: ops.chunk_hgrn(None, Q), ArgumentTypeError, "chunk_hgrn: x is NoneType"),
+    "vector state": (
+        lambda: ops.chunk_simple_gla(
+            Q, Q, V, GATE, initial_state=torch.zeros(4), state_v_first=True
+        ),
+        ArgumentError, "initial state 'S' has shape",
+    ),
+    "pair": (
+        lambda: ops.chunk_linear_attn(Q, Q, V, initial_state="S"), ArgumentTypeError,
+        r"initial_state is str; expected a tensor S or a tuple \(S, z\)",
+    ),
+    "beta": (lambda: ops.chunk_delta_rule(Q, Q, V, 0.5), ArgumentTypeError, "beta is float"),
+    "v": (lambda: ops.chunk_retention(Q, Q, None), ArgumentTypeError, "chunk_retention: v is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_no_tensor(name: str) -> None:
+    call, kind, message = MISTAKES[name]
+    with pytest.raises(kind, match=message):
+        call()

@@ -11,7 +11,7 @@ import flexla_dist
 
 PACKAGE = Path(__file__).resolve().parents[2] / "flexla_dist"
 GLOSSARY = {"errors", "shapes", ""}
-KERNELS = GLOSSARY | {"assembler"}
+KERNELS = GLOSSARY | {"assembler", "generated"}
 MAY_IMPORT = {
     "spec": GLOSSARY | {"spec"},
     "compiler": KERNELS | {"spec", "compiler"},
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "train": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers", "train"},
     "testing": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers", "testing"},
     "assembler": {"errors"},
+    "generated": {"errors"},
     "errors": set(),
     "shapes": set(),
 }

@@ -4,10 +4,12 @@ import copy
 import pickle
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from flexla_dist.errors import ArgumentError
 from flexla_dist.layers import (
     RECIPES,
     LayerCache,
@@ -71,6 +73,7 @@ def test_packed_documents_equal_separate_ones(variant: str) -> None:
     layer = make_layer(variant)
     x, starts = sequence(80, batch=1), [0, 3, 3, 4, 70, 80]
     packed = layer(x, cu_seqlens=torch.tensor(starts))
+    assert torch.equal(layer(x, cu_seqlens=starts), packed)
     apart = [layer(x[:, a:b]) for a, b in pairwise(starts) if a < b]
     torch.testing.assert_close(packed, torch.cat(apart, 1), rtol=1e-9, atol=1e-9)
 
@@ -107,6 +110,35 @@ def test_unknown_variant_names_the_nearest() -> None:
 def test_uneven_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="3 value heads and 2 heads"):
         LayerConfig(heads=2, value_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": None}, "unknown variant None"),
+        ({"width": 0}, "width is 0; expected a whole number, at least 1"),
+        ({"width": -8}, "width is -8"),
+        ({"width": "64"}, "width is '64'"),
+        ({"width": 64.0}, "width is 64.0"),
+        ({"heads": 0}, "heads is 0"),
+        ({"heads": True}, "heads is True"),
+        ({"value_heads": 0}, "value_heads is 0"),
+        ({"key_dim": 0}, "key_dim is 0"),
+        ({"value_dim": 0}, "value_dim is 0"),
+        ({"conv_width": -1}, "conv_width is -1; expected a whole number, at least 0"),
+        ({"norm_eps": "a"}, "norm_eps is 'a'"),
+    ],
+    ids=str,
+)
+def test_sizes_of_a_layer_are_whole_numbers(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LayerConfig(**changes)
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (1, 5, 23), (24,)], ids=str)
+def test_shape_of_what_a_layer_gets(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match=r"x is \[.*\]; expected \[B, T, D\] with D = 24"):
+        make_layer("linear_attn")(torch.zeros(shape))
 
 
 def test_documents_come_from_one_place() -> None:

@@ -178,6 +178,24 @@ WRONG: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
         ArgumentTypeError,
         "initial state 'slot_values' is NoneType, not a tensor",
     ),
+    "complex state": (
+        "gla",
+        {"initial_state": torch.zeros(2, 4, 8, 6, dtype=torch.complex64)},
+        ArgumentTypeError,
+        "initial state 'S' has dtype torch.complex64; expected a floating type",
+    ),
+    "whole state": (
+        "gla",
+        {"initial_state": torch.zeros(2, 4, 8, 6, dtype=torch.int64)},
+        ArgumentTypeError,
+        r"initial state 'S' has dtype torch.int64; .*\.float\(\)",
+    ),
+    "truth state": (
+        "gla",
+        {"initial_state": torch.zeros(2, 4, 8, 6, dtype=torch.bool)},
+        ArgumentTypeError,
+        "initial state 'S' has dtype torch.bool",
+    ),
     "state device": (
         "gla",
         {"initial_state": torch.zeros(2, 4, 8, 6, device="meta")},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexla_dist.errors import ArgumentError, SpecError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError, SpecError
 from flexla_dist.spec import LinearAttentionSpec
 from flexla_dist.spec.chunked import run_chunks
 from flexla_dist.spec.oracle import run_recurrence, true_states
@@ -135,3 +135,13 @@ def test_clear_errors() -> None:
     )
     with pytest.raises(SpecError, match="no recurrence"):
         run_recurrence(bare, {"x": call.inputs["v"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool], ids=str)
+def test_states_are_of_a_floating_type(dtype: torch.dtype) -> None:
+    spec = get_variant("gla")
+    call = make_inputs(spec, batch=1, tokens=4, heads=1, value_heads=1, sizes={"K": 2, "V": 3})
+    state = torch.zeros(1, 1, 2, 3, dtype=dtype)
+    for run in (run_chunks, run_recurrence):
+        with pytest.raises(ArgumentTypeError, match="initial state 'S' has dtype"):
+            run(spec, call.inputs, call.params, call.scalars, state)

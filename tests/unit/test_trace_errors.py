@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional as tnf
@@ -125,6 +126,16 @@ def input_assigned(x: Any, p: Any) -> Any:
     return x.q
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any) -> Any:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        return g * 7
+
+
 def no_gradient(x: Any, p: Any) -> Any:
     with torch.no_grad():
         return x.q * 2
@@ -228,6 +239,43 @@ EXPRESSIONS: dict[str, tuple[Stage, tuple[str, ...]]] = {
         lambda x, p: F.decay_scores(x.q, x.k, x.g, x.g), ("must all be [C, K]", "[C]"),
     ),
     "dims of a scan": (lambda x, p: F.decay_scan(x.g, x.q), ("g and x must both be [C, D]",)),
+    "NaN": (lambda x, p: torch.where(x.q > 0, math.nan, x.q), ("a constant that is no number",)),
+    "to whole numbers": (lambda x, p: x.q.to(torch.int32), ("dtype=torch.int32", "rounded")),
+    "type of whole numbers": (lambda x, p: x.q.type(torch.int64), ("dtype=torch.int64",)),
+    "complex numbers": (lambda x, p: x.q.to(torch.complex64), ("not complex numbers",)),
+    "a sum of whole numbers": (lambda x, p: x.q.sum(0, dtype=torch.int32), ("dtype=torch.int32",)),
+    "a softmax of whole numbers": (
+        lambda x, p: torch.softmax(x.q, -1, dtype=torch.int32), ("dtype=torch.int32",),
+    ),
+    "a running sum of whole numbers": (
+        lambda x, p: x.q.cumsum(0, dtype=torch.int8), ("dtype=torch.int8",),
+    ),
+    "a fraction as a whole number": (
+        lambda x, p: x.q + torch.full(x.q.shape, 0.5, dtype=torch.int32), ("dtype=torch.int32",),
+    ),
+    "a dim twice": (lambda x, p: x.q.sum((0, -2)), ("names a dim twice",)),
+    "softmax without a dim": (lambda x, p: torch.softmax(x.q, None), ("dim None does not exist",)),
+    "einsum result": (lambda x, p: torch.einsum("ck->cz", x.q), ("the result 'cz'",)),
+    "parity of a size": (lambda x, p: x.q * (x.q.shape[0] & 1), ("integer arithmetic",)),
+    "remainder of a size": (lambda x, p: x.q * divmod(x.q.shape[0], 2)[1], ("integer arithmetic",)),
+    "modular power of a size": (
+        lambda x, p: x.q * pow(x.q.shape[0], 1, 2), ("integer arithmetic",),
+    ),
+    "inverted size": (lambda x, p: x.q * ~x.q.shape[0], ("integer arithmetic",)),
+    "quotient": (lambda x, p: x.q // 2, ("floor_divide is not supported", "whole numbers")),
+    "remainder": (lambda x, p: x.q % 2, ("remainder is not supported",)),
+    "shift": (lambda x, p: x.q << 1, ("bitwise_left_shift is not supported",)),
+    "exclusive or of numbers": (lambda x, p: x.q ^ x.k, ("needs comparisons or masks",)),
+    "rounded": (lambda x, p: round(x.q), ("round is not supported",)),
+    "shape of a dim too many": (lambda x, p: x.q * x.q.shape[7], ("shape[7] of a value with 2",)),
+    "numpy function": (lambda x, p: numpy.exp(x.q), ("TypeError", "no tensors")),
+    "math function": (lambda x, p: {"a": x.q}["b"], ("KeyError: 'b'",)),
+    "transpose of three dims": (lambda x, p: x.q[None].T, (".T of 3 dims",)),
+    "power of what may be negative": (
+        lambda x, p: x.q**p.scale, ("base may be negative", "x ** 2", "torch.exp(e * "),
+    ),
+    "value to a value": (lambda x, p: x.q**x.k, ("base may be negative",)),
+    "negative number to a value": (lambda x, p: (-2.0) ** x.q, ("-2 ** a value",)),
     "dims of an inverse": (lambda x, p: F.unit_tril_inverse(x.q), ("square matrix",)),
 }  # fmt: skip
 
@@ -247,6 +295,39 @@ def test_every_refused_name_says_why() -> None:
         bare = name.removeprefix("linalg_").removeprefix("_")
         assert bare in names or name in names, name
         assert len(reason) > 20
+
+
+LOOKS: dict[str, Stage] = {
+    "a branch on the dtype": lambda x, p: 2.0 if x.q.dtype == torch.float32 else 1.0,
+    "a number of the dtype": lambda x, p: torch.finfo(x.q.dtype).eps,
+    "a common divisor of a size": lambda x, p: math.gcd(x.q.shape[0], 2),
+    "a whole number from a size": lambda x, p: int(x.q.shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_numbers_that_come_from_sizes_or_the_dtype(name: str) -> None:
+    def looks(x: Any, p: Any) -> dict[str, Any]:
+        return {**chunk_mode(x, p), "q": x.q * LOOKS[name](x, p)}
+
+    message = refused("chunk_mode", looks)
+    assert "changes with the sizes of the dims, with the dtype" in message
+
+
+def test_a_function_with_its_own_backward() -> None:
+    def doubled(x: Any, p: Any) -> dict[str, Any]:
+        return {**chunk_mode(x, p), "q": Doubled.apply(x.q)}
+
+    with pytest.raises(TraceError, match="its backward would be ignored") as caught:
+        compile_graphs(make(chunk_mode=doubled))
+    assert caught.value.origin is not None and caught.value.origin.text == "return a.clone()"
+
+
+@pytest.mark.parametrize("name", ["value_exp", "value_exp_1", "value_decay_scores"])
+def test_names_of_values_that_wait(name: str) -> None:
+    with pytest.raises(TraceError, match=f"'{name}' is a name of the compiler's own values"):
+        compile_graphs(make(inputs={**INPUTS, name: "C K"}))
+    assert compile_graphs(make(inputs={**INPUTS, "value_states": "C K"})).cell.outputs
 
 
 # -- purity ---------------------------------------------------------------------------------------
@@ -269,7 +350,7 @@ def test_impure_callables() -> None:
 
     for function in (counting, drawing, looping):
         message = refused("chunk_mode", function)
-        assert "changes with the sizes of the dims, or from call to call" in message
+        assert "changes with the sizes of the dims" in message and "call to call" in message
 
 
 def test_values_kept_from_another_trace() -> None:
@@ -356,6 +437,21 @@ def test_merge_mode_returns() -> None:
     assert "no local value named 'x'" in refused("merge_mode", reads_inputs)
 
 
+MIXED: tuple[Stage, ...] = (
+    lambda x, p: x.q.cumsum(0),
+    lambda x, p: x.q.mean(0),
+    lambda x, p: x.q.softmax(0),
+    lambda x, p: x.q[-1],
+    lambda x, p: x.q[:1],
+    lambda x, p: torch.arange(x.q.shape[0])[:, None],
+    lambda x, p: x.k / x.q.shape[0],
+    lambda x, p: (x.q @ x.k.T) @ x.k,
+    lambda x, p: x.q @ (x.k.T @ x.k),
+    lambda x, p: (x.g[:, None] * x.g[None, :]) @ x.k,
+    lambda x, p: F.decay_scan(x.q, x.k),
+)
+
+
 def test_token_mode() -> None:
     def unknown(x: Any, p: Any) -> Any:
         return {"gate": x.g}
@@ -366,6 +462,17 @@ def test_token_mode() -> None:
     def no_dict(x: Any, p: Any) -> Any:
         return x.g
 
+    for expression in MIXED:
+        with pytest.raises(TraceError, match="token_mode mixes tokens") as caught:
+            compile_graphs(make(token_mode=lambda x, p, e=expression: {"q": x.q * e(x, p)}))
+        origin = caught.value.origin
+        assert origin is not None and origin.line >= expression.__code__.co_firstlineno
+
+    def by_itself(x: Any, p: Any) -> Any:
+        rows = torch.ones(x.q.shape[0], dtype=x.q.dtype)[:, None]
+        return {"q": (x.q.softmax(-1) + x.q[:, -1:] + x.q.mean(-1, keepdim=True) * p.u) * rows}
+
+    compile_graphs(make(token_mode=by_itself))
     assert "token_mode returns 'gate', which is no input" in refused("token_mode", unknown)
     message = refused("token_mode", wrong_dims)
     assert "input 'g' has dims [C, K]; expected [C]" in message
@@ -478,6 +585,25 @@ UNDERSTOOD: dict[str, Stage] = {
     "in-place operator": lambda x, p: augmented(x.q, x.k),
     "numpy number": lambda x, p: x.q * float(torch.finfo(torch.float32).eps),
     "mean": lambda x, p: x.q.mean(-1, keepdim=True) * x.q - x.q.mean(),
+    "sums over no dim": lambda x, p: (
+        x.q * x.q.sum(()) + x.k.sum([]) + x.q.mean(()) + x.q.amax(()) + x.q.amin([])
+    ),
+    "softplus threshold": lambda x, p: (
+        tnf.softplus(x.q, threshold=0.5) + tnf.softplus(x.q, beta=2, threshold=1)
+    ),
+    "sum of masks": lambda x, p: ((x.q > 0) + (x.k > 0)) * x.q,
+    "product of masks": lambda x, p: ((x.q > 0) * (x.k > 0) + (x.q < 1)) * x.q,
+    "exclusive or": lambda x, p: ((x.q > 0) ^ (x.k > 0)) * x.q,
+    "masks alike": lambda x, p: (
+        x.q * ~torch.zeros_like(x.q > 0) + (torch.full(x.q.shape, True) ^ (x.k > 0)) * x.k
+    ),
+    "any number as a mask": lambda x, p: x.q * torch.full(x.q.shape, 0.3, dtype=torch.bool),
+    "whole numbers": lambda x, p: (
+        x.g * torch.arange(x.q.shape[0], dtype=torch.int32)
+        + torch.ones(x.q.shape[0], dtype=torch.int64)
+        + (x.g < -0.1).to(torch.int32)
+    ),
+    "einsum of no sum": lambda x, p: torch.einsum("ck,ck->ck", x.q, x.k) + x.g[:, None],
     "clamp": lambda x, p: x.q.clamp(-1, 1) + x.q.clamp(max=0) + torch.clamp(x.q, min=0.0),
 }  # fmt: skip
 

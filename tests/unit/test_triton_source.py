@@ -6,6 +6,7 @@ import difflib
 import inspect
 import multiprocessing
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +17,16 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from flexla_dist.compiler import build
 from flexla_dist.compiler.aot import describe_call
-from flexla_dist.compiler.build import load_module, without_comments
+from flexla_dist.compiler.build import load_module, module_text, without_comments
 from flexla_dist.compiler.emit import device, expressions
 from flexla_dist.compiler.executor.registry import make_executor
 from flexla_dist.compiler.executor.triton_executor import TritonExecutor
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.operators import OPERATORS
 from flexla_dist.compiler.pipeline import compile_graphs
-from flexla_dist.errors import ExecutorError, TraceError
+from flexla_dist.errors import CacheFolderError, ExecutorError, TraceError
+from flexla_dist.generated import cache_folder
 from flexla_dist.spec import LinearAttentionSpec
 from flexla_dist.spec.variants import get_variant
 
@@ -184,12 +185,50 @@ def load_often(text: str, folder: Path) -> None:
         del sys.modules[module.__name__]
 
 
+def test_threads_get_whole_modules(folder: Path) -> None:
+    """Four threads load one module at the same moment."""
+    names = [f"k{at}" for at in range(60)]
+    functions = [f"@triton.jit\ndef {name}(x):\n    tl.store(x, 1)\n" for name in names]
+    for trial in range(5):
+        text = module_text(f"trial {trial}", frozenset(), [*functions, f"trial = {trial}\n"])
+        start, missing = threading.Barrier(4), []
+
+        def load(text: str = text, start: Any = start, missing: Any = missing) -> None:
+            start.wait()
+            found = vars(load_module("threads", text, folder))
+            missing.extend(name for name in ("trial", *names) if name not in found)
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not missing
+
+
+def test_a_folder_that_cannot_be_written(folder: Path) -> None:
+    """Each error names the path, the reason and the way to another folder."""
+    text = "x = 1\n"
+    file = folder / "file"
+    file.write_text("")
+    inside = Path(str(load_module("dir", text, folder).__file__))
+    del sys.modules[f"flexla_dist_generated_{inside.stem}"]
+    inside.unlink()
+    inside.mkdir()
+    for place, path in ((file, file), (file / "below", file), (folder, inside)):
+        with pytest.raises(CacheFolderError, match="XDG_CACHE_HOME") as caught:
+            load_module("dir", text, place)
+        assert str(path) in str(caught.value) and "cannot write" in str(caught.value)
+        assert isinstance(caught.value, OSError)
+    assert [x.name for x in folder.iterdir() if x.suffix == ".py"] == [inside.name]
+
+
 def test_the_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / "flexla_dist"
+    assert cache_folder() == tmp_path / "flexla_dist"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / ".cache" / "flexla_dist"
+    assert cache_folder() == tmp_path / ".cache" / "flexla_dist"
 
 
 def test_comments_are_left_out_of_keys() -> None:

@@ -3,18 +3,13 @@
 Contract: the text is whole, it needs beside Triton only the clock of `timing` (and
 Triton-Distributed in its dialect). The functions are those of the modules of this folder that the
 kernel needs, word for word; a dialect replaces the module that holds the verbs and nothing else.
-Triton wants functions in a real file: the text is written once, under a hash of it, to the user's
-cache, by renaming a finished file, so that many ranks may do it at once.
+Triton wants functions in a real file: the text is written under a hash of it to the user's cache.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import importlib.util
-import os
-import sys
-import tempfile
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +18,7 @@ from typing import Literal
 from flexla_dist.comm.device.layout import Layout, Signature
 from flexla_dist.comm.device.panels import Tiling
 from flexla_dist.comm.device.plan import FIELDS
+from flexla_dist.generated import load_text
 
 Dialect = Literal["p2p", "nvshmem", "triton_dist"]
 DIALECTS: tuple[Dialect, ...] = ("p2p", "nvshmem", "triton_dist")
@@ -58,25 +54,7 @@ def exchange_source(signature: Signature, layout: Layout, dialect: Dialect) -> s
 
 def load_source(text: str, folder: Path | None = None) -> ModuleType:
     """Write the text to the cache if it is not there and import it."""
-    name = f"exchange_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    module_name = f"flexla_dist_generated_{name}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = (folder or Path(base) / "flexla_dist") / f"{name}.py"
-    if not _holds(path, text):
-        _write(path, text)
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import generated source {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
+    return load_text(f"exchange_{hashlib.sha256(text.encode()).hexdigest()[:16]}", text, folder)
 
 
 @cache
@@ -298,22 +276,3 @@ def _dense(signature: Signature, t: Tiling, i: int) -> list[str]:
         f"            scratch_{i} + (home * lanes * {t.tiles} + panel) * {t.scratch_words},",
         "        )",
     ]
-
-
-def _holds(path: Path, text: str) -> bool:
-    try:
-        return path.read_text() == text
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".py")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -109,6 +109,11 @@ class Outline:
             raise ArgumentTypeError(
                 f"{self.spec.name}: initial state {name!r} is {type(state).__name__}, not a tensor"
             )
+        if not state.is_floating_point():
+            raise ArgumentTypeError(
+                f"{self.spec.name}: initial state {name!r} has dtype {state.dtype}; expected a "
+                "floating type such as float32: convert it with .float()"
+            )
         expected = self.state_shape(name)
         if tuple(state.shape) != expected:
             dims = self.spec.state_dims.get(name, ())

@@ -22,7 +22,7 @@ from flexla_dist.compiler.pipeline import GRAD_OUTPUT
 from flexla_dist.compiler.trace.stages import FRESH, LOG_SCALE, SHIFT, VALID, state_argument
 from flexla_dist.shapes import TOKEN_DIM
 
-CARRY = "carry"
+CARRY = "carry of the log scale"  # no identifier: an input may be called `carry`
 
 
 class Ports:

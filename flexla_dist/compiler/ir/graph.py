@@ -35,6 +35,17 @@ def dims_of(node: Operand) -> Dims:
     return node.meta["dims"] if isinstance(node, fx.Node) else ()
 
 
+def add_argument(graph: fx.Graph, name: str) -> fx.Node:
+    """A placeholder whose parameter in generated code is its own variable.
+
+    torch.fx calls the parameter by `name` and the variable by a spelling of its own (`A` becomes
+    `a`), which may be the parameter of another argument.
+    """
+    node = graph.placeholder(name)
+    node.target = node.name
+    return node
+
+
 @dataclass(frozen=True)
 class Mark:
     """Where a node comes from: the stage, the user's line and the user's name for it, if known."""
@@ -61,7 +72,7 @@ class Builder:
         if name not in self._placeholders:
             first = next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
             with self.graph.inserting_before(first):
-                node = self.graph.placeholder(name)
+                node = add_argument(self.graph, name)
             node.meta.update(dims=dims, role=role, mask=mask, stage="", origin=None, key=name)
             self._placeholders[name] = node
         return self._placeholders[name]

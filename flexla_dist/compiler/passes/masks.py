@@ -311,7 +311,8 @@ def _transposed(b: Builder, m: Match) -> Operand | None:
     choice = _constant_choice(x)
     if choice is not None:
         mask, inside, outside = choice
-        return b.emit(ops.where, b.transpose(mask), b.expand(inside, dims_of(mask)), outside)
+        dims = dims_of(m["outer"])
+        return b.emit(ops.where, b.transpose(mask), b.expand(inside, dims), outside)
     return x if x.target is ops.eye else None
 
 
@@ -354,7 +355,7 @@ RULES: tuple[Rule, ...] = (
     Rule("constants into a mask", call(ops.log, X, name="outer"), _fold_choice(_log)),
     Rule("constants into a mask", call(ops.exp, X, name="outer"), _fold_choice(_exp)),
     Rule("additive mask", call(ops.exp, either(ops.add, X, Y)), _masked_logit),
-    Rule("transposed triangle", call(ops.permute, X, order=SWAP), _transposed),
+    Rule("transposed triangle", call(ops.permute, X, name="outer", order=SWAP), _transposed),
     Rule("negation outside", call(ops.unsqueeze, X, name="outer"), _moved_mask),
     Rule("negation outside", call(ops.expand, Y, X, name="outer"), _moved_mask),
 )

@@ -8,55 +8,23 @@ refused at the user's line.
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import fx
 
-from flexla_dist.errors import SourceLine, TraceError
+from flexla_dist.errors import TraceError
 from flexla_dist.shapes import format_dims
 
 if TYPE_CHECKING:
     from flexla_dist.compiler.trace.tracer import Tracer
 
 _NO_DEVICE = torch.device("meta")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_OWN_CODE = (
-    os.path.join(_PACKAGE, "compiler"),
-    os.path.join(_PACKAGE, "ops"),
-    os.path.join(_PACKAGE, "spec", "values.py"),
-    os.path.join(_PACKAGE, "spec", "functional"),
-    os.path.dirname(os.path.abspath(torch.__file__)),
-)
-
-
-def user_line() -> SourceLine | None:
-    """The innermost line that belongs neither to the compiler nor to torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OWN_CODE) and not name.startswith("<"):
-            text = linecache.getline(name, frame.f_lineno).strip()
-            return SourceLine(name, frame.f_lineno, frame.f_code.co_name, text)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def definition_line(function: Any) -> SourceLine | None:
-    """Where a function is defined, for mistakes in what it returns."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return None
-    text = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-    return SourceLine(code.co_filename, code.co_firstlineno, code.co_name, text)
 
 
 class DimSize(int):
-    """The size of a named dim while tracing; a stand-in prime that must not be looked at."""
+    """The size of a named dim while tracing; a stand-in that must not be looked at."""
 
     name: str
     tracer: Tracer
@@ -88,7 +56,10 @@ class DimSize(int):
         return self.tracer.size(self.name)
 
     def __pow__(self, other: Any, mod: Any = None) -> Any:
-        return self._value() ** other
+        return self._value() ** other if mod is None else self._no_integer()
+
+    def __rpow__(self, other: Any, mod: Any = None) -> Any:
+        return other ** self._value() if mod is None else self._no_integer()
 
     def __mul__(self, other: Any) -> Any:
         return self._value() * other
@@ -125,7 +96,26 @@ class DimSize(int):
 
     __float__ = _no_number
     __floordiv__ = __mod__ = __rfloordiv__ = __rmod__ = _no_integer  # type: ignore[assignment]
+    __divmod__ = __rdivmod__ = __lshift__ = __rlshift__ = _no_integer  # type: ignore[assignment]
+    __rshift__ = __rrshift__ = __and__ = __rand__ = _no_integer  # type: ignore[assignment]
+    __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _no_integer  # type: ignore[assignment]
+    __abs__ = __round__ = __floor__ = __ceil__ = __trunc__ = _no_integer  # type: ignore[assignment]
+    bit_length = bit_count = to_bytes = as_integer_ratio = _no_integer  # type: ignore[assignment]
     __radd__, __rmul__ = __add__, __mul__
+
+
+class _Shape(tuple[int, ...]):
+    """The shape of a value; what it has no dim for is refused at the user's line."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            known = [size for size in self if isinstance(size, DimSize)]
+            if not known:
+                raise
+            message = f"shape[{index}] of a value with {len(self)} dims; they count from 0 or -1"
+            raise known[0].tracer.error(message) from None
 
 
 class Traced:
@@ -153,7 +143,7 @@ class Traced:
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes by dim, as stand-ins."""
-        return tuple(self.tracer.dim_size(dim) for dim in self.dims)
+        return _Shape(self.tracer.dim_size(dim) for dim in self.dims)
 
     @property
     def ndim(self) -> int:
@@ -162,7 +152,11 @@ class Traced:
 
     @property
     def T(self) -> Traced:
-        """Transpose."""
+        """Transpose of a matrix."""
+        if len(self.dims) > 2:
+            raise self.tracer.error(
+                f".T of {len(self.dims)} dims reverses them all; write .mT or permute"
+            )
         return self.tracer.call("mT", self)
 
     @property
@@ -172,8 +166,8 @@ class Traced:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type decays are computed in; a stand-in."""
-        return torch.bool if self.node.meta["mask"] else torch.float32
+        """A floating type; a stand-in that differs between the two traces of a spec."""
+        return torch.bool if self.node.meta["mask"] else self.tracer.dtype
 
     @property
     def device(self) -> torch.device:
@@ -258,6 +252,12 @@ _DUNDERS = {
     "pow": "pow",
     "and": "logical_and",
     "or": "logical_or",
+    "xor": "logical_xor",
+    "floordiv": "floor_divide",
+    "mod": "remainder",
+    "divmod": "remainder",
+    "lshift": "bitwise_left_shift",
+    "rshift": "bitwise_right_shift",
 }
 for _python, _name in _DUNDERS.items():
     setattr(Traced, f"__{_python}__", _binary(_name))
@@ -265,7 +265,20 @@ for _python, _name in _DUNDERS.items():
 for _name in ("ge", "gt", "le", "lt", "eq", "ne"):
     setattr(Traced, f"__{_name}__", _binary(_name))
 Traced.__hash__ = object.__hash__  # type: ignore[method-assign]
-for _python, _name in {"neg": "neg", "invert": "logical_not", "abs": "abs"}.items():
-    setattr(
-        Traced, f"__{_python}__", (lambda name: lambda self: self.tracer.call(name, self))(_name)
-    )
+
+
+def _unary(name: str) -> Any:
+    return lambda self, *_: self.tracer.call(name, self)
+
+
+_UNARY_DUNDERS = {
+    "neg": "neg",
+    "invert": "logical_not",
+    "abs": "abs",
+    "round": "round",
+    "floor": "floor",
+    "ceil": "ceil",
+    "trunc": "trunc",
+}
+for _python, _name in _UNARY_DUNDERS.items():
+    setattr(Traced, f"__{_python}__", _unary(_name))

@@ -2,20 +2,24 @@
 
 Contract: `trace_spec` returns a cell with the results `output`, `next_<state>`, and for log-scaled
 specs `log_decay` and `log_weight`. Padding is selected in after `token_mode`, so that every later
-value sees it. The whole trace is made twice, with other stand-in sizes; a difference between the
-two means that a callable looked at a size (a loop over C, a constant made from a size) or is not
-pure, and is refused with its line.
+value sees it. The whole trace is made twice, with other stand-ins of sizes and dtype; a difference
+between the two means that a callable looked at them (a loop over C, a constant made from a size) or
+is not pure, and is refused with its line.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Cell
+from flexla_dist.compiler.ir.operators import OPERATORS
+from flexla_dist.compiler.trace.names import FRESH, LOG_SCALE, SHIFT, VALID, state_argument
 from flexla_dist.compiler.trace.tracer import Tracer
 from flexla_dist.errors import TraceError
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
@@ -23,16 +27,7 @@ from flexla_dist.spec.spec import RESERVED_LOCALS, LinearAttentionSpec
 from flexla_dist.spec.values import Values
 
 _PRIMES = (101, 103, 107, 109, 113, 127, 131, 137, 139, 149, 151, 157)
-_OTHER_PRIMES = (211, 223, 227, 229, 233, 239, 241, 251, 257, 263, 269, 271)
-VALID = "valid"
-SHIFT = "shift"  # m - m', of log-scaled states
-FRESH = "fresh"
-LOG_SCALE = "m"
-
-
-def state_argument(name: str) -> str:
-    """Placeholder of a state entering the chunk."""
-    return f"state_{name}"
+_COMPOSITES = (180, 240, 300, 360, 420, 480, 540, 600, 660, 720, 780, 840)  # gcd, parity differ
 
 
 def dim_names(spec: LinearAttentionSpec) -> list[str]:
@@ -47,6 +42,7 @@ def dim_names(spec: LinearAttentionSpec) -> list[str]:
 
 def trace_spec(spec: LinearAttentionSpec) -> Cell:
     """Trace all stages of a spec; raises TraceError with the user's line."""
+    _check_names(spec)
     names = dim_names(spec)
     if len(names) > len(_PRIMES):
         raise TraceError(
@@ -54,18 +50,36 @@ def trace_spec(spec: LinearAttentionSpec) -> Cell:
             spec=spec.name,
             stage="inputs",
         )
-    first = _Trace(spec, names, _PRIMES).run()
-    second = _Trace(spec, names, _OTHER_PRIMES).run()
+    first = _Trace(spec, names, _PRIMES, torch.float32).run()
+    second = _Trace(spec, names, _COMPOSITES, torch.float64).run()
     _compare(spec, first, second)
     return first
+
+
+def _check_names(spec: LinearAttentionSpec) -> None:
+    """Values that wait between programs or kernels are called after their operator."""
+    for name in (*spec.inputs, *spec.params, *spec.scalars):
+        operator = re.fullmatch(r"value_([a-z0-9_]*?)(_\d+)?", name)
+        if operator and operator[1] in {info.name for info in OPERATORS.values()}:
+            raise TraceError(
+                f"{name!r} is a name of the compiler's own values; rename it",
+                spec=spec.name,
+                stage="inputs",
+            )
 
 
 class _Trace:
     """One pass over the callables."""
 
-    def __init__(self, spec: LinearAttentionSpec, names: list[str], primes: tuple[int, ...]):
+    def __init__(
+        self,
+        spec: LinearAttentionSpec,
+        names: list[str],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+    ):
         self.spec = spec
-        self.tracer = Tracer(spec.name, names, list(primes[: len(names)]))
+        self.tracer = Tracer(spec.name, names, list(sizes[: len(names)]), dtype)
         self.builder = self.tracer.builder
 
     def run(self) -> Cell:
@@ -242,8 +256,8 @@ def _signature(node: fx.Node, numbers: dict[fx.Node, int]) -> Any:
         return ("placeholder", node.meta["key"])
     if node.op == "output":
         return ("output", tuple((k, numbers[v]) for k, v in node.args[0].items()))
-    operands = tuple(numbers[x] if isinstance(x, fx.Node) else ("#", x) for x in node.args)
-    return (node.target, operands, tuple(node.kwargs.items()))
+    operands = tuple(numbers[x] if isinstance(x, fx.Node) else repr(x) for x in node.args)
+    return (node.target, operands, repr(node.kwargs))
 
 
 def _compare(spec: LinearAttentionSpec, first: Cell, second: Cell) -> None:
@@ -255,10 +269,11 @@ def _compare(spec: LinearAttentionSpec, first: Cell, second: Cell) -> None:
         if _signature(a, numbers_one) != _signature(b, numbers_two):
             culprit = a if a.meta.get("origin") is not None else b
             raise TraceError(
-                "the graph changes with the sizes of the dims, or from call to call: a Python loop "
-                "over a dim such as C, a constant computed from a size with math, or an impure "
+                "the graph changes with the sizes of the dims, with the dtype, or from call to "
+                "call: a Python loop over a dim such as C, a constant computed from a size with "
+                "math, a branch on x.dtype or a number of torch.finfo(x.dtype), or an impure "
                 "callable. Use whole-chunk operations, `x.shape[-1] ** -0.5` on the size itself, "
-                "or a scalar",
+                "a constant such as float('-inf'), or a scalar",
                 spec=spec.name,
                 stage=culprit.meta.get("stage", "").removeprefix("d ") or "callables",
                 origin=culprit.meta.get("origin"),

@@ -21,11 +21,18 @@ from torch.overrides import TorchFunctionMode
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import Builder, Mark, is_mask
 from flexla_dist.compiler.ir.operators import OPERATORS, ShapeRuleError
+from flexla_dist.compiler.trace.lines import (
+    definition_line,
+    inside_autograd_function,
+    raised_line,
+    user_line,
+)
 from flexla_dist.compiler.trace.lowering import LOWERINGS, supported_names
 from flexla_dist.compiler.trace.lowering.refused import REFUSED
-from flexla_dist.compiler.trace.proxy import DimSize, Traced, definition_line, user_line
-from flexla_dist.errors import SourceLine, TraceError
-from flexla_dist.shapes import UNIT_DIM, format_dims
+from flexla_dist.compiler.trace.proxy import DimSize, Traced
+from flexla_dist.compiler.trace.tokens import mixes_tokens
+from flexla_dist.errors import FlexlaError, SourceLine, TraceError
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, format_dims
 from flexla_dist.spec.values import Values
 
 _ALIASES = {
@@ -57,6 +64,7 @@ _ALIASES = {
     "bitwise_not": "logical_not",
     "bitwise_and": "logical_and",
     "bitwise_or": "logical_or",
+    "bitwise_xor": "logical_xor",
     "permute_dims": "permute",
     "swapaxes": "transpose",
     "t": "mT",
@@ -77,17 +85,24 @@ class _Mode(TorchFunctionMode):
 
 
 class Tracer:
-    """Records callables of one spec into one graph; `primes` are the stand-in sizes."""
+    """Records callables of one spec into one graph; `sizes` and `dtype` are stand-ins."""
 
-    def __init__(self, spec_name: str, dim_names: list[str], primes: list[int]):
+    def __init__(
+        self,
+        spec_name: str,
+        dim_names: list[str],
+        sizes: list[int],
+        dtype: torch.dtype = torch.float32,
+    ):
         self.builder = Builder()
         self.spec_name = spec_name
+        self.dtype = dtype
         self.stage = ""
         self.defined: SourceLine | None = None
         self._sizes = {
-            name: DimSize(prime, name, self) for name, prime in zip(dim_names, primes, strict=True)
+            name: DimSize(size, name, self) for name, size in zip(dim_names, sizes, strict=True)
         }
-        self._by_prime = {int.__int__(size): size.name for size in self._sizes.values()}
+        self._by_size = {int.__int__(size): size.name for size in self._sizes.values()}
 
     # -- errors -------------------------------------------------------------------------------
 
@@ -107,8 +122,8 @@ class Tracer:
             return size.name
         if isinstance(size, int) and size == 1:
             return UNIT_DIM
-        if isinstance(size, int) and size in self._by_prime:
-            return self._by_prime[size]
+        if isinstance(size, int) and size in self._by_size:
+            return self._by_size[size]
         raise self.error(
             f"a fixed size {size!r}; sizes must come from x.shape, such as x.q.shape[0], so that "
             "one graph serves all"
@@ -128,7 +143,7 @@ class Tracer:
         self.builder.mark = Mark(self.stage, origin)
         operands = self._typed(fn, operands)
         try:
-            return self.builder.emit(fn, *operands, **attrs)
+            node = self.builder.emit(fn, *operands, **attrs)
         except ShapeRuleError as misfit:
             raise TraceError(
                 str(misfit) if str(misfit).startswith(fn.__name__) else f"{fn.__name__}: {misfit}",
@@ -136,6 +151,13 @@ class Tracer:
                 stage=self.stage,
                 origin=origin,
             ) from None
+        if self.stage == "token_mode" and mixes_tokens(node):
+            raise self.error(
+                f"token_mode mixes tokens: {fn.__name__} along {TOKEN_DIM}. What it returns for a "
+                "token may depend on that token alone, because chunks are cut later. Move this to "
+                "chunk_mode, or into the layer around the operator"
+            )
+        return node
 
     def _typed(self, fn: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
         """Masks that are computed with count as ones and zeros; logic needs masks."""
@@ -166,6 +188,8 @@ class Tracer:
         if isinstance(value, DimSize):
             return self.size(value.name).node
         if isinstance(value, bool | int | float):
+            if value != value:
+                raise self.error("a constant that is no number (NaN); write a finite one")
             return float(value)
         if isinstance(value, torch.Tensor):
             with torch._C.DisableTorchFunction():
@@ -183,6 +207,12 @@ class Tracer:
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Lower one operation by its canonical name."""
+        if inside_autograd_function():
+            raise self.error(
+                "a torch.autograd.Function: its backward would be ignored, the compiler derives "
+                "gradients itself. Write its forward plainly; use x.detach() for a value without "
+                "a gradient"
+            )
         lowering = LOWERINGS.get(name)
         if lowering is None:
             raise self._unsupported(name)
@@ -254,7 +284,19 @@ class Tracer:
                 stage=self.stage,
                 origin=self.defined,
             ) from None
-        return callable_(*arguments)
+        try:
+            return callable_(*arguments)
+        except FlexlaError:
+            raise
+        except Exception as wrong:
+            raise TraceError(
+                f"{type(wrong).__name__}: {wrong}. The arguments are no tensors while a spec is "
+                "compiled: they take operators, tensor methods and torch functions, and a size "
+                "stands for every size",
+                spec=self.spec_name,
+                stage=self.stage,
+                origin=raised_line(wrong) or self.defined,
+            ) from wrong
 
     def values(self, nodes: Mapping[str, fx.Node], kind: str) -> Values:
         """Nodes as the namespace that a callable receives."""

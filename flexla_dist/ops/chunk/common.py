@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexla_dist.errors import ArgumentError
+from flexla_dist.errors import ArgumentError, ArgumentTypeError
 from flexla_dist.ops.custom_ops import PUBLISHED
 from flexla_dist.ops.op import LinearAttentionOp
 from flexla_dist.ops.op import compile as compile_spec
@@ -76,13 +76,30 @@ def run(
     return o, _turn(final, call.state_v_first)
 
 
+def require(function: str, dims: int = 3, **tensors: object) -> None:
+    """Raise unless these are tensors of at least `dims` dims; the operator checks the rest."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{function}: {name} is {type(x).__name__}; expected a tensor")
+        if x.ndim < dims:
+            raise ArgumentError(
+                f"{function}: {name} is {list(x.shape)}; expected at least {dims} dims"
+                + (", [B, T, heads, ...]" if dims == 3 else "")
+            )
+
+
 def default_scale(scale: float | None, q: Tensor) -> float:
     """`K ** -0.5` unless given."""
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is not None:
+        return scale
+    if q.shape[-1] == 0:
+        raise ArgumentError(f"q is {list(q.shape)}, K = 0: give scale, which is K ** -0.5 else")
+    return q.shape[-1] ** -0.5
 
 
 def spread(head_decay: Tensor, v: Tensor) -> Tensor:
     """One log decay a head, `[HV]`, as a gate of every token `[B, T, HV]` without copying it."""
+    require("a constant decay", 0, g_gamma=head_decay)
     if head_decay.shape != v.shape[2:3]:
         raise ArgumentError(
             f"a constant decay has one number a head: expected [{v.shape[2]}], "
@@ -99,7 +116,8 @@ def refuse(function: str, reason: str, **options: object) -> None:
 
 
 def _turn(state: Any, v_first: bool) -> Any:
-    return state.mT.contiguous() if v_first and isinstance(state, Tensor) else state
+    turns = v_first and isinstance(state, Tensor) and state.ndim > 1
+    return state.mT.contiguous() if turns else state
 
 
 def _bounds(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> Tensor | None:

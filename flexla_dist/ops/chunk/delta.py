@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexla_dist.errors import ArgumentError
-from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, refuse, run
+from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, refuse, require, run
 from flexla_dist.spec.variants.options import TokenOptions
 
 OVER_RANKS = (
@@ -59,6 +59,7 @@ def chunk_delta_rule(
         chunk_size=chunk_size,
         executor=executor,
     )
+    require("chunk_delta_rule", q=q, k=k, v=v, beta=beta)
     options = TokenOptions(unit_qk=use_qk_l2norm_in_kernel)
     tensors = {"q": q, "k": k, "v": v, "beta": beta}
     return run("delta_rule", tensors, call, options, scale=default_scale(scale, q))
@@ -121,6 +122,7 @@ def chunk_gated_delta_rule(
     Source: arXiv 2412.06464; arguments of FLA's function of this name, without context parallelism.
     """
     name = "chunk_gated_delta_rule"
+    require(name, q=q, k=k, v=v, g=g, beta=beta)
     refuse(name, "chunks are found from cu_seqlens; leave it out", chunk_indices=chunk_indices)
     refuse(name, OVER_RANKS, cp_context=cp_context)
     call = CallOptions(
@@ -215,6 +217,7 @@ def chunk_kda(
     Source: arXiv 2510.26692; arguments of FLA's function of this name, without context parallelism.
     """
     name = "chunk_kda"
+    require(name, q=q, k=k, v=v, g=g, beta=beta)
     refuse(name, OVER_RANKS, cp_context=cp_context)
     refuse(
         name,
@@ -264,6 +267,7 @@ def _by_head(name: str, dt_bias: Tensor | None, g: Tensor) -> Tensor | None:
     """The bias `[HV * K]` as `[HV, K]`."""
     if dt_bias is None:
         return None
+    require(name, 0, dt_bias=dt_bias)
     if g.ndim != 4 or dt_bias.numel() != g.shape[2] * g.shape[3]:
         raise ArgumentError(
             f"{name}: expected dt_bias [HV * K] or [HV, K] and g [B, T, HV, K]; "

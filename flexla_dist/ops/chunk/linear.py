@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexla_dist.errors import ArgumentError
-from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, run
+from flexla_dist.errors import ArgumentError, ArgumentTypeError
+from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, require, run
 
 
 def chunk_linear_attn(
@@ -45,6 +45,7 @@ def chunk_linear_attn(
 
     Source: arXiv 2006.16236; arguments of FLA's function of this name.
     """
+    require("chunk_linear_attn", q=q, k=k, v=v)
     tensors = {"q": q, "k": k, "v": v}
     scale = default_scale(scale, q)
     if not normalize:
@@ -68,14 +69,22 @@ def _with_weights(initial: State) -> State:
     if initial is None:
         return None
     if isinstance(initial, Tensor):
+        require("chunk_linear_attn", 1, initial_state=initial)
         return initial, torch.zeros_like(initial[..., 0])
+    if not isinstance(initial, tuple | list):
+        raise ArgumentTypeError(
+            f"chunk_linear_attn: initial_state is {type(initial).__name__}; expected a tensor S or "
+            "a tuple (S, z)"
+        )
     if len(initial) != 2:
         raise ArgumentError(
             f"chunk_linear_attn: initial_state must be (S, z) or S, got {len(initial)} tensors"
         )
     S, z = initial
+    require("chunk_linear_attn", 1, **{"the first state": S})
     if z is None:
         return S, torch.zeros_like(S[..., 0])
+    require("chunk_linear_attn", 0, **{"the second state": z})
     if z.ndim != 4 or z.shape[1] != 1:
         raise ArgumentError(
             f"chunk_linear_attn: the second state is [N, 1, HV, K], got {list(z.shape)}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexla_dist.errors import ArgumentError
-from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, run, spread
+from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, require, run, spread
 from flexla_dist.spec.variants import lightning, retention
 
 
@@ -53,6 +53,7 @@ def chunk_simple_gla(
     """
     if g is not None and g_gamma is not None:
         raise ArgumentError("chunk_simple_gla: give g or g_gamma, not both")
+    require("chunk_simple_gla", q=q, k=k, v=v)
     call = CallOptions(
         initial_state,
         output_final_state,
@@ -87,6 +88,7 @@ def chunk_retention(
 
     Arguments, returns and errors as in `chunk_simple_gla`. Source: arXiv 2307.08621.
     """
+    require("chunk_retention", q=q, k=k, v=v)
     decay = retention.head_decay(v.shape[2], v.device).to(_gate_dtype(v))
     call = CallOptions(
         initial_state, output_final_state, cu_seqlens, chunk_size=chunk_size, executor=executor
@@ -114,6 +116,7 @@ def chunk_lightning_attn(
     The log decay of head h is `-(8 h / HV) (1 - layer_idx / num_layers)`.
     Arguments, returns and errors as in `chunk_simple_gla`. Source: arXiv 2405.17381.
     """
+    require("chunk_lightning_attn", q=q, k=k, v=v)
     decay = lightning.head_decay(v.shape[2], layer_idx, num_layers, v.device)
     call = CallOptions(
         initial_state, output_final_state, cu_seqlens, chunk_size=chunk_size, executor=executor
@@ -167,6 +170,8 @@ def chunk_mamba2(
         chunk_size=chunk_size,
         executor=executor,
     )
+    require("chunk_mamba2", q=q, k=k, v=v, dt=dt)
+    require("chunk_mamba2", 0, A_log=A_log)
     zero = torch.zeros_like(A_log, requires_grad=False)
     tensors = {
         "q": q,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flexla_dist.errors import ArgumentError
-from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, run
+from flexla_dist.ops.chunk.common import CallOptions, State, default_scale, require, run
 
 
 def chunk_gla(
@@ -54,6 +54,7 @@ def chunk_gla(
         chunk_size,
         executor,
     )
+    require("chunk_gla", q=q, k=k, v=v, g=g)
     return run("gla", {"q": q, "k": k, "v": v, "g": g}, call, scale=default_scale(scale, q))
 
 
@@ -85,6 +86,9 @@ def chunk_hgrn(
 
     Source: arXiv 2311.04823; arguments of FLA's function of this name, and `cu_seqlens`.
     """
+    require("chunk_hgrn", 0, x=x, g=g)
+    if initial_state is not None:
+        require("chunk_hgrn", 1, initial_state=initial_state)
     if x.ndim != 3 or g.shape != x.shape:
         raise ArgumentError(
             f"chunk_hgrn: expected x [B, T, D] and g of the same shape; "

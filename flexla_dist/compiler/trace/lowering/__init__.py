@@ -6,7 +6,21 @@ that later rules see one form only: matrix-vector products become matrix product
 stable form, masks `tri_mask`.
 """
 
-from flexla_dist.compiler.trace.lowering import constants, elementwise, movement, products
+from flexla_dist.compiler.trace.lowering import (
+    constants,
+    elementwise,
+    movement,
+    powers,
+    products,
+)
 from flexla_dist.compiler.trace.lowering.table import LOWERINGS, supported_names
 
-__all__ = ["LOWERINGS", "constants", "elementwise", "movement", "products", "supported_names"]
+__all__ = [
+    "LOWERINGS",
+    "constants",
+    "elementwise",
+    "movement",
+    "powers",
+    "products",
+    "supported_names",
+]

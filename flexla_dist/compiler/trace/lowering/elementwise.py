@@ -10,7 +10,14 @@ import torch
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import is_mask
-from flexla_dist.compiler.trace.lowering.table import LOWERINGS, lowering, value_of
+from flexla_dist.compiler.trace.lowering.table import (
+    LOWERINGS,
+    axis_of,
+    check_dtype,
+    is_traced,
+    lowering,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from flexla_dist.compiler.trace.tracer import Tracer
@@ -71,11 +78,16 @@ for _name, _fn, _swap in (
     LOWERINGS[_name] = _binary(_fn, _swap)
 
 
+_OF_MASKS = {ops.add: ops.logical_or, ops.mul: ops.logical_and}
+
+
 def _ordered(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Commutative operators keep a number as their second operand."""
 
     def lower(t: Tracer, a: Any, b: Any, *, alpha: float = 1.0) -> Any:
         x, y = t.operand(a), t.operand(b)
+        if is_mask(x) and is_mask(y) and alpha == 1.0:
+            return t.wrap(t.emit(_OF_MASKS[fn], x, y))
         if alpha != 1.0:
             y = y * alpha if isinstance(y, float) else t.emit(ops.mul, y, float(alpha))
         if isinstance(x, float):
@@ -90,19 +102,15 @@ def _ordered(fn: Callable[..., Any]) -> Callable[..., Any]:
 LOWERINGS["add"], LOWERINGS["mul"] = _ordered(ops.add), _ordered(ops.mul)
 
 
+@lowering("logical_xor")
+def _xor(t: Tracer, a: Any, b: Any) -> Any:
+    both = t.call("logical_and", a, b)
+    return t.call("logical_and", t.call("logical_or", a, b), t.call("logical_not", both))
+
+
 @lowering("ne")
 def _ne(t: Tracer, a: Any, b: Any) -> Any:
     return t.wrap(t.emit(ops.logical_not, t.call("eq", a, b).node))
-
-
-@lowering("pow")
-def _pow(t: Tracer, x: Any, exponent: Any) -> Any:
-    if not isinstance(exponent, int | float) or isinstance(exponent, bool):
-        log = t.call("log", x)
-        return t.call("exp", t.call("mul", log, exponent))
-    if exponent == 2:
-        return t.call("mul", x, x)
-    return t.wrap(t.emit(ops.power, value_of(t, x).node, exponent=float(exponent)))
 
 
 @lowering("exp2")
@@ -125,11 +133,17 @@ def _reciprocal(t: Tracer, x: Any) -> Any:
     return t.call("div", 1.0, x)
 
 
+_EXACT = 20.0  # above it softplus(x) is x, in every type
+
+
 @lowering("softplus")
 def _softplus(t: Tracer, x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    if beta == 1.0:
-        return t.wrap(t.emit(ops.softplus, value_of(t, x).node))
-    return t.call("div", t.call("softplus", t.call("mul", x, beta)), beta)
+    scaled = value_of(t, x) if beta == 1.0 else t.call("mul", x, beta)
+    soft = t.wrap(t.emit(ops.softplus, scaled.node))
+    soft = soft if beta == 1.0 else t.call("div", soft, beta)
+    if threshold >= _EXACT:
+        return soft
+    return t.call("where", t.call("gt", scaled, threshold), x, soft)
 
 
 def _out_of_place(t: Tracer, inplace: bool) -> None:
@@ -197,8 +211,12 @@ def _unchanged(t: Tracer, x: Any, *_: Any, **__: Any) -> Any:
 @lowering("float", "double", "to", "type_as")
 def _converted(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The compiler decides types, decays keep full precision; masks become numbers."""
-    if any(a is torch.bool for a in (*args, *kwargs.values())):
+    given = [*args, *kwargs.values()]
+    if any(a is torch.bool or (is_traced(a) and is_mask(a.node)) for a in given):
         return t.call("bool", x)
+    for dtype in given:
+        if isinstance(dtype, torch.dtype):
+            check_dtype(t, dtype, whole=is_mask(x.node))
     return t.wrap(t.as_number(t.operand(x)))
 
 
@@ -220,6 +238,8 @@ def _normalize(
 
 @lowering("softmax")
 def _softmax(t: Tracer, x: Any, dim: int, dtype: Any = None) -> Any:
+    check_dtype(t, dtype)
+    dim = axis_of(t, value_of(t, x), dim)
     peak = t.call("amax", x, dim=dim, keepdim=True).detach()
     weights = t.call("exp", t.call("sub", x, peak))
     return t.call("div", weights, t.call("sum", weights, dim=dim, keepdim=True))

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flexla_dist.compiler.ir import operators as ops
 from flexla_dist.compiler.ir.graph import is_mask
-from flexla_dist.compiler.trace.lowering.table import LOWERINGS, axis_of, lowering, value_of
+from flexla_dist.compiler.trace.lowering.table import (
+    LOWERINGS,
+    axes_of,
+    axis_of,
+    check_dtype,
+    lowering,
+    value_of,
+)
 from flexla_dist.shapes import UNIT_DIM
 
 if TYPE_CHECKING:
@@ -17,9 +24,7 @@ if TYPE_CHECKING:
 def reduced(t: Tracer, fn: Any, x: Any, dim: Any, keepdim: bool) -> Any:
     """A reduction over one dim, several, or all (None)."""
     x = value_of(t, x)
-    given = range(-len(x.dims), 0) if dim is None else dim
-    axes = given if isinstance(given, list | tuple | range) else (given,)
-    for axis in sorted(axis_of(t, x, a) for a in axes):
+    for axis in axes_of(t, x, dim):
         node = t.emit(fn, x.node, dim=axis)
         if keepdim:
             node = t.emit(ops.unsqueeze, node, dim=axis)
@@ -31,17 +36,18 @@ def reduced(t: Tracer, fn: Any, x: Any, dim: Any, keepdim: bool) -> Any:
 
 @lowering("sum")
 def _sum(t: Tracer, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    check_dtype(t, dtype)
     return reduced(t, ops.total, x, dim, keepdim)
 
 
 @lowering("mean")
 def _mean(t: Tracer, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    check_dtype(t, dtype)
     x = value_of(t, x)
-    given = range(-len(x.dims), 0) if dim is None else dim
-    axes = given if isinstance(given, list | tuple | range) else (given,)
     out = reduced(t, ops.total, x, dim, keepdim)
-    for axis in axes:
-        out = t.call("div", out, t.size(x.dims[axis_of(t, x, axis)]))
+    for axis in axes_of(t, x, dim):
+        if x.dims[axis] != UNIT_DIM:
+            out = t.call("div", out, t.size(x.dims[axis]))
     return out
 
 
@@ -57,6 +63,7 @@ def _amin(t: Tracer, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 @lowering("cumsum")
 def _cumsum(t: Tracer, x: Any, dim: int, *, dtype: Any = None) -> Any:
+    check_dtype(t, dtype)
     x = value_of(t, x)
     return t.wrap(t.emit(ops.cumsum, x.node, dim=axis_of(t, x, dim), reverse=False))
 

@@ -48,6 +48,11 @@ def _einsum(t: Tracer, equation: str, *operands: Any) -> Any:
     for term, x in zip(terms, operands, strict=True):
         if len(term) != len(x.dims) or len(set(term)) != len(term):
             raise t.error(f"einsum {equation!r}: term {term!r} does not fit {len(x.dims)} dims")
+    if len(set(out)) != len(out) or not set(out) <= set("".join(terms)):
+        raise t.error(
+            f"einsum {equation!r}: the result {out!r} may have each letter once, of those that the "
+            "operands have"
+        )
     if len(terms) == 2 and _is_matrix_product(terms, out):
         return _einsum_matmul(t, terms, out, operands)
     letters = out + "".join(sorted(set("".join(terms)) - set(out)))
@@ -55,7 +60,8 @@ def _einsum(t: Tracer, equation: str, *operands: Any) -> Any:
     for term, x in zip(terms, operands, strict=True):
         aligned = _align_letters(t, x, term, letters)
         product = aligned if product is None else t.call("mul", product, aligned)
-    return reduced(t, ops.total, product, list(range(len(out), len(letters))), False)
+    summed = list(range(len(out), len(letters)))
+    return reduced(t, ops.total, product, summed, False) if summed else product
 
 
 def _is_matrix_product(terms: list[str], out: str) -> bool:

@@ -20,6 +20,10 @@ _PREVIOUS = (
 )
 _SORT = "the order of entries is not known when compiling"
 _PROD = "write gates as natural logarithms: torch.exp(torch.cumsum(g, 0))"
+_WHOLE = (
+    "whole numbers are not made from values of a chunk, whose gradient would be zero; compute them "
+    "outside and pass them as an input"
+)
 _CONTEXT = "the compiler derives gradients itself; use x.detach() for a value without one"
 
 REFUSED: dict[str, str] = {
@@ -36,6 +40,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("roll", "pad", "diff"), _PREVIOUS),
     "flip": "a reversed sum is x.sum(0) - x.cumsum(0) + x",
     **dict.fromkeys(("sort", "argsort", "topk", "argmax", "argmin"), _SORT),
+    **dict.fromkeys(("floor_divide", "remainder", "fmod", "round", "floor", "ceil"), _WHOLE),
+    **dict.fromkeys(("trunc", "frac", "bitwise_left_shift", "bitwise_right_shift"), _WHOLE),
     **dict.fromkeys(("prod", "cumprod", "logcumsumexp"), _PROD),
     **dict.fromkeys(("_set_grad_enabled", "requires_grad_", "backward"), _CONTEXT),
     **dict.fromkeys(
