@@ -96,14 +96,3 @@ def test_tanh_is_exact_near_zero() -> None:
 def test_squares_beside_other_products() -> None:
     """Their gradient adds one value twice."""
     check(lambda k: k * k.sigmoid() + k * k * 0.5 - (k * k).exp() * 0.01, 16)
-
-
-def test_masks_between_kernels() -> None:
-    """A mask that two kernels need comes back from memory as a number."""
-
-    def value(k: Tensor) -> Tensor:
-        near = (k @ k.T).tril() @ k
-        mask = (near > 0) & (k.sigmoid() <= 0.7)
-        return torch.where(mask, near, 0.5) + torch.where(mask | (k > 1), k, near * 0.1)
-
-    check(value, 16)

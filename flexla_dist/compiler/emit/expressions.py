@@ -54,8 +54,8 @@ _BINARY: dict[Callable[..., Any], str] = {
     ops.greater_equal: "{0} >= {1}",
     ops.greater: "{0} > {1}",
     ops.equal: "{0} == {1}",
-    ops.logical_and: "({0} != 0) & ({1} != 0)",  # masks come back from memory as numbers
-    ops.logical_or: "({0} != 0) | ({1} != 0)",
+    ops.logical_and: "{0} & {1}",
+    ops.logical_or: "{0} | {1}",
 }
 _ODD = frozenset(  # f(0) = 0: zeros beyond the size stay zeros
     {ops.neg, ops.expm1, ops.log1p, ops.tanh, ops.sqrt, ops.absolute, ops.sign, ops.sin}
@@ -245,8 +245,7 @@ def value_name(node: fx.Node) -> str:
 @handler(ops.where)
 def _where(e: Expressions, node: fx.Node) -> Tile:
     mask, a, b = node.args
-    keep = e.wide(mask) if e.tiles[mask].wide else f"{e.wide(mask)} != 0"  # type: ignore[index]
-    text = f"tl.where({keep}, {e.addend(node, 1)}, {e.addend(node, 2)})"
+    text = f"tl.where({e.wide(mask)}, {e.addend(node, 1)}, {e.addend(node, 2)})"
     return e.define(node, text, e._zero(a) & e._zero(b))
 
 

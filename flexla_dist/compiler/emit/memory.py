@@ -14,6 +14,7 @@ from flexla_dist.compiler.emit.expressions import Expressions, value_name
 from flexla_dist.compiler.emit.tiles import Tile, along, index_name
 from flexla_dist.compiler.emit.writer import Writer
 from flexla_dist.compiler.ir import operators as ops
+from flexla_dist.compiler.ir.graph import is_mask
 from flexla_dist.compiler.kernels import LOOPS, Kernel, Schedule, buffer_name
 from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM, Dims
 from flexla_dist.spec.spec import LinearAttentionSpec
@@ -22,7 +23,7 @@ RESERVED = (
     *device.__all__,
     *("tl", "triton", "unit", "head", "tile", "rows", "chunk", "lane", "first", "start", "length"),
     *("document", "first_chunk", "count", "first_token", "tokens", "step", "at"),
-    *("row_tile", "num_row_tiles", "KEEP", "STAGES", "part", "first_head"),
+    *("row_tile", "num_row_tiles", "KEEP", "STAGES", "part", "first_head", "range"),
     *("T", "HV", "MODE", "PACKED", "num_tiles", "num_chunks", "num_tokens", "chunks_per_lane"),
     *("chunk_start", "chunk_length", "document_chunk", "document_start", "float"),
 )
@@ -105,6 +106,11 @@ class Memory:
         self.loaded[node] = self.loaded.get(node, 0) + 1
         text = f"tl.load({address}{guard}{again})"
         label = value_name(node)
+        if is_mask(node):  # memory holds ones and zeros
+            self.expressions.tiles[node] = Tile(
+                self.writer.assign(label, f"{text} != 0.0"), node.meta["dims"]
+            )
+            return
         var = self.writer.assign(label, text)
         zero = frozenset(node.meta["dims"]) & self.uneven
         self.expressions.tiles[node] = Tile(var, node.meta["dims"], False, zero)
