@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -27,7 +28,7 @@ def own_place() -> str:
     return json.dumps(Place.here().as_fields())
 
 
-class Waits:
+class Waits(ABC):
     """Waits of one kind on this rank's device.
 
     active: they are to be looked after; `Lookout.start` and `rest` set it.
@@ -43,9 +44,9 @@ class Waits:
         """What to raise for a wait that has lasted too long, None where there is none."""
         return None
 
+    @abstractmethod
     def end(self, error: ExchangeError) -> None:
         """End them all, for this reason; called by the thread of the Lookout."""
-        raise NotImplementedError
 
 
 class Lookout:

@@ -46,6 +46,11 @@ class PacedExecutor:
         """The plan of the executor inside."""
         return self.inner.plan
 
+    @property
+    def backward_plan(self) -> str:
+        """The plan of the executor inside for backward."""
+        return self.inner.backward_plan
+
     def open_forward(self, problem: Any, entry: Any, groups: Any = ()) -> OpenedTorch:
         """A call whose summary is paced."""
         return OpenedTorch(lambda sequence: self.summary(problem, sequence))
