@@ -61,7 +61,10 @@ def noted_run(rank: int, size: int) -> tuple[list[str], Any]:
 
         return call
 
+    made = DeviceEngine.__post_init__
+
     def on_gpu(engine: DeviceEngine) -> None:
+        made(engine)
         engine._side = Stream("side", streams.log)
 
     patches = [
