@@ -64,6 +64,17 @@ def _style(system: str, kind: str) -> dict[str, Any]:
     return {"color": COLOURS.get(system, "0.6"), "linestyle": shown, "marker": mark}
 
 
+def _legend_beside(figure: plt.Figure, labels: dict[str, Artist], size: int) -> None:
+    """One legend for all panels, to their right."""
+    figure.legend(
+        list(labels.values()),
+        list(labels),
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        fontsize=size,
+    )
+
+
 def _rank_axis(axis: plt.Axes, ranks: Sequence[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(ranks, [str(p) for p in ranks])
@@ -131,13 +142,7 @@ def _panels(
                 _published(axis, variant, labels)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
-    figure.legend(
-        list(labels.values()),
-        list(labels),
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        fontsize=9,
-    )
+    _legend_beside(figure, labels, 9)
     return figure
 
 
@@ -245,13 +250,7 @@ def _bytes(lines: Sequence[Line]) -> plt.Figure | None:
         axis.set_ylabel("received by a rank, in states")
         _rank_axis(axis, sorted({n.P for n in here}))
     figure.tight_layout()
-    figure.legend(
-        list(labels.values()),
-        list(labels),
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        fontsize=8,
-    )
+    _legend_beside(figure, labels, 8)
     return figure
 
 

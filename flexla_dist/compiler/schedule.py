@@ -16,6 +16,9 @@ The forward plan `fused` writes outputs from within the loop, so that no state g
     chunk kernels   what outputs need beside it: they run while ranks exchange states
     scan            outputs and exit states, one program a document, head and column tile
 
+A fused loop without products waits for memory: tiles that come from what it loads anyway it makes
+itself.
+
 In front of a serial loop gates are exponentiated too: vectors, or the tile that they scale. What a
 loop computes anyway and a later kernel needs is stored by the loop. A loop that never sums over the
 state's first dim is cut into row tiles as well as column tiles.

@@ -32,8 +32,8 @@ ROW_TILE = 64
 FUSED_TILE = 64
 CHUNK_ROW_TILE = 32
 SUMMING_TILE = 32
-# An inverse is a chain of small products: more programs a processor hide more of it than spilled
-# registers cost (H200, 128 for 188: 382 to 340 us for the gated delta rule, 655 to 548 for kda).
+# An inverse is a chain of small products: on an H200 more programs a processor hide more of it than
+# the registers that are spilled for them cost.
 INVERSE_REGISTERS = 128
 
 
