@@ -8,8 +8,9 @@ columns that the rest needs as a whole are cut off first (see `column_sums`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -20,12 +21,25 @@ from flexla_dist.compiler.kernels import Kernel, buffer_name
 from flexla_dist.compiler.kinds import HEAVY, SLOW, VECTOR_SUMS, VIEWS, pair_of_sums
 from flexla_dist.compiler.liveness import most_alive
 from flexla_dist.compiler.walks import Walks
-from flexla_dist.shapes import UNIT_DIM
+from flexla_dist.shapes import TOKEN_DIM, UNIT_DIM
 
 MAX_PRODUCTS = 10
 MAX_HEAVY = 2
 SMALL_PRODUCTS = 5  # as many never need a cut
+AGAIN = 0.8  # what making a product twice costs, in [C, C] tiles read or written
 MAX_ALIVE = 25 * 2**10  # elements at the usual sizes; with more, four warps spill registers
+MAX_ALIVE_LAST = 32 * 2**10  # where that leaves no product for a second kernel
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A cut after `end` nodes: values that cross it, products before it that are not made again,
+    and the [C, C] tiles read and written because of it."""
+
+    end: int
+    crossing: list[fx.Node]
+    work: int
+    tiles: float
 
 
 class ChunkKernels(Walks):
@@ -58,7 +72,7 @@ class ChunkKernels(Walks):
                 self.add_chunks(name, kept, finished)
                 pending = [v for v in pending if v not in self.stored]
                 continue
-            if self._fits(body, roots):
+            if self._fits(roots):
                 self._emit_chunk(name, pending, remaining)
                 return
             kept, finished = self._cheapest_cut(body, pending, remaining)
@@ -181,16 +195,29 @@ class ChunkKernels(Walks):
         for node in values:
             self.stored[node] = None
 
-    def _fits(self, body: list[fx.Node], results: Iterable[fx.Node]) -> bool:
-        """Few enough products, and few enough registers unless it is small or tiled."""
+    def _fits(
+        self, results: list[fx.Node], kept: Iterable[fx.Node] = (), limit: int | None = None
+    ) -> bool:
+        """Can one kernel compute results, the values `kept` waiting in memory? With few enough
+        products, and few enough registers unless it is small or tiled."""
+        body, loads = self._body_after(results, kept)
         products = sum(node.target is ops.matmul for node in body)
         if not self._few_products(body):
             return False
         tiled = any(node.target in VECTOR_SUMS for node in body)
         if products <= SMALL_PRODUCTS or tiled:
             return True
-        _, loads = self.body_of(results)
-        return most_alive(loads, body, results) <= MAX_ALIVE
+        return most_alive(loads, body, results) <= (limit or MAX_ALIVE)
+
+    def _body_after(
+        self, results: list[fx.Node], kept: Iterable[fx.Node]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """`body_of` results once the values `kept` wait in memory."""
+        stored = self.stored
+        self.stored = stored | dict.fromkeys(kept)
+        found = self.body_of(results)
+        self.stored = stored
+        return found
 
     @staticmethod
     def _few_products(body: list[fx.Node]) -> bool:
@@ -202,29 +229,41 @@ class ChunkKernels(Walks):
     def _cheapest_cut(
         self, body: list[fx.Node], pending: list[fx.Node], results: dict[str, fx.Node]
     ) -> tuple[list[fx.Node], dict[str, fx.Node]]:
-        """The cut with the fewest bytes a product of those that fit one kernel: values that cross
-        it, and results that end before it."""
-        roots = {*pending, *results.values()}
-        cuts: list[tuple[float, int, list[fx.Node]]] = []
+        """The cut whose kernels move the fewest bytes: values that cross it, and results that end
+        before it. Two kernels if they fit; else the fewest bytes a product, and on from there."""
+        cuts = self._cuts(body, {*pending, *results.values()})
+        by_bytes = sorted(cuts, key=lambda cut: (cut.tiles, -cut.end))
+        by_work = sorted(cuts, key=lambda cut: (cut.tiles / cut.work, -cut.end))
+        for order, at_last in ((by_bytes, True), (by_work, False)):
+            for cut in order:
+                finished = self._finished(cut.crossing, results)
+                rest = [x for name, x in results.items() if name not in finished]
+                kept = self._still_read(cut.crossing, [*pending, *rest])
+                after = [x for x in (*pending, *rest) if x not in kept]
+                little = not any(map(_costly, self._body_after(after, kept)[0]))
+                before = [*kept, *finished.values()]
+                if not self._fits(before, limit=MAX_ALIVE_LAST if little else MAX_ALIVE):
+                    continue
+                if not at_last or self._fits(after, kept):
+                    return kept, finished
+        raise AssertionError("no cut fits a kernel")
+
+    def _cuts(self, body: list[fx.Node], roots: set[fx.Node]) -> list[_Cut]:
+        """Every cut behind some work, in the order of the graph."""
+        cuts = []
         for end in range(1, len(body)):
-            prefix = body[:end]
+            prefix, suffix = body[:end], body[end:]
             if not self._few_products(prefix):
                 break
-            if not any(n.target is ops.matmul or n.target in HEAVY for n in prefix):
-                continue
-            crossing = self._crossing(prefix, body[end:], roots)
-            work = sum(n.target is ops.matmul or n.target in HEAVY for n in prefix)
-            cost = sum(self._weight(node) for node in crossing) / work
+            there = self._read_by(suffix)
+            again = sum(self._made_of(node, there) for node in prefix)
+            work = sum(map(_costly, prefix)) - again
+            crossing = self._crossing(prefix, suffix, roots) if work else []
             if crossing:
-                cuts.append((cost, -end, crossing))
-        for _, _, crossing in sorted(cuts, key=lambda cut: cut[:2]):
-            finished = self._finished(crossing, results)
-            rest = [x for name, x in results.items() if name not in finished]
-            kept = self._still_read(crossing, [*pending, *rest])
-            before = [*kept, *finished.values()]
-            if self._fits(self.body_of(before)[0], before):
-                return kept, finished
-        raise AssertionError("no cut fits a kernel")
+                tiles = 2 * sum(map(self._weight, crossing)) + AGAIN * again
+                tiles += sum(map(self._weight, there & self._read_by(prefix)))
+                cuts.append(_Cut(end, crossing, work, tiles))
+        return cuts
 
     def _crossing(
         self, prefix: list[fx.Node], suffix: list[fx.Node], roots: set[fx.Node]
@@ -232,6 +271,7 @@ class ChunkKernels(Walks):
         inside = set(prefix)
         out: dict[fx.Node, None] = {}
         stack = [x for node in suffix for x in node.args if isinstance(x, fx.Node)]
+        there = self._read_by(suffix)
         stack.extend(root for root in roots if root in inside)
         seen: set[fx.Node] = set()
         while stack:
@@ -239,6 +279,8 @@ class ChunkKernels(Walks):
             if node in seen or node not in inside:
                 continue
             seen.add(node)
+            if node not in roots and self._made_of(node, there):
+                continue
             if self.costly[node] and node.target not in VIEWS:
                 below = self._only_product_below(node)
                 if below is None or below not in inside:
@@ -248,6 +290,32 @@ class ChunkKernels(Walks):
             else:
                 stack.extend(x for x in node.args if isinstance(x, fx.Node))
         return sorted(out, key=self.order.__getitem__)
+
+    def _read_by(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What waits in memory and nodes read, by themselves or through plain arithmetic."""
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        stack = [x for node in nodes for x in node.args if isinstance(x, fx.Node)]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder" or node in self.stored:
+                found.add(node)
+            elif not self.costly[node]:
+                stack.extend(x for x in node.args if isinstance(x, fx.Node))
+        return found
+
+    def _made_of(self, node: fx.Node, there: set[fx.Node]) -> bool:
+        """One product of tiles that both sides of a cut read: making it again takes less time than
+        its way through memory."""
+        if node.target is not ops.matmul:
+            return False
+        operands = [x for x in node.args if isinstance(x, fx.Node)]
+        if any(self.costly[x] or self.gated[x] for x in operands if x not in self.stored):
+            return False
+        return there.issuperset(self.body_of(operands)[1])
 
     def _only_product_below(self, node: fx.Node) -> fx.Node | None:
         """The one operand with a product below it, if the node is arithmetic on it alone: several
@@ -263,9 +331,11 @@ class ChunkKernels(Walks):
 
     @staticmethod
     def _weight(node: fx.Node) -> float:
-        """Bytes of a value relative to a [C, C] tile."""
-        rank = sum(dim != UNIT_DIM for dim in node.meta["dims"])
-        return {0: 0.02, 1: 0.05, 2: 1.0}[rank]
+        """Elements of a value relative to a [C, C] tile, other dims being as wide as two chunks."""
+        dims = [dim for dim in node.meta["dims"] if dim != UNIT_DIM]
+        if len(dims) < 2:
+            return 0.05 if dims else 0.02
+        return math.prod(1.0 if dim == TOKEN_DIM else 2.0 for dim in dims)
 
 
 def _costly(node: fx.Node) -> bool:

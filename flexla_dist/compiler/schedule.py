@@ -17,7 +17,8 @@ The forward plan `fused` writes outputs from within the loop, so that no state g
     scan            outputs and exit states, one program a document, head and column tile
 
 A fused loop without products waits for memory: tiles that come from what it loads anyway it makes
-itself.
+itself. Where M is dense a loop's steps wait for one another: products that need no state are made
+before, those that only outputs need beside the exchange.
 
 In front of a serial loop gates are exponentiated too: vectors, or the tile that they scale. What a
 loop computes anyway and a later kernel needs is stored by the loop. A loop that never sums over the
@@ -88,10 +89,10 @@ class _Scheduler(ChunkKernels):
         """A scan that computes the results too; first what a serial loop should not compute."""
         early = self.wanted_before_loop([*carried.values(), *maps.values()], 1)
         body, loads = self.body_of([*results.values(), *carried.values()])
-        extra = [x for x in self.slow_below(results.values(), 1) if x not in early]
+        extra = self._wanted_for(results.values(), early, bool(maps))
         if not any(x.target in HEAVY or x.target is ops.matmul for x in body):
             extra = [x for x in extra if not self._from_the_same(x, loads)]
-        heavy = [x for x in extra if any(n.target in HEAVY for n in self.body_of([x])[0])]
+        heavy = [x for x in extra if self._is_late(x, early)]
         early += [x for x in extra if x not in heavy]
         self.add_chunks("before_scan", sorted(early, key=self.order.__getitem__))
         self._add_decays(decays)
@@ -102,6 +103,25 @@ class _Scheduler(ChunkKernels):
         loads = [node for node in loads if node not in carried]
         scan = Kernel("scan", "scan", tuple(loads), tuple(body), results, carried, history=False)
         self.add_kernel(scan)
+
+    def _wanted_for(
+        self, results: Iterable[fx.Node], early: list[fx.Node], dense: bool
+    ) -> list[fx.Node]:
+        """What else results need that a loop should not compute: where M is dense also products."""
+        stored = self.stored
+        self.stored = stored | dict.fromkeys(early)
+        found = self.slow_below(results, 1)
+        found += self.wanted_before_loop(results, 1) if dense else []
+        self.stored = stored
+        return list(dict.fromkeys(found))
+
+    def _is_late(self, node: fx.Node, early: list[fx.Node]) -> bool:
+        """Does a value for the results hold products that no value before the summary shares? Sums
+        over pairs under one decay are made together, its factors once."""
+        body = self.body_of([node])[0]
+        decays = {x.args[2:] for y in early for x in self.body_of([y])[0] if x.target in HEAVY}
+        costly = [x for x in body if x.target in HEAVY or x.target is ops.matmul]
+        return any(x.target is ops.matmul or x.args[2:] not in decays for x in costly)
 
     def _from_the_same(self, node: fx.Node, loads: list[fx.Node]) -> bool:
         """Is a tile made of what a loop loads anyway? A loop without products waits for memory, so

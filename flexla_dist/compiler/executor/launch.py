@@ -158,7 +158,8 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         return Launch(width, 8 if width > 64 else 4, 1)
     wide = problem.output_dtype == torch.float32
     flat = all(len(node.meta["dims"]) < 2 for node in kernel.carried)
-    if kernel.kind == "scan" and not kernel.history:
+    serial = any(other.kind == "map" for other in schedule.kernels)  # M is dense
+    if kernel.kind == "scan" and not kernel.history and not serial:
         tile = min(width, 32 if widest > 128 or wide else FUSED_TILE)
         return Launch(max(MIN_TILE, tile >> shrink), 8 if widest > 128 else 4, 3 if flat else 2)
     if kernel.kind in LOOPS:

@@ -43,7 +43,7 @@ States = tuple[Tensor, ...]
 Result = TypeVar("Result")
 MAX_SHRINK = 4
 MOST_PLANS = 256  # plans kept; the oldest goes
-PROGRAMS_PER_PROCESSOR = {"unfused": 1, "fused": 2}
+FUSED_PROGRAMS = 2  # of a processor, where M is elementwise; other loops fill it one by one
 LEAST_SEGMENTS = 4  # fewer cost more in passes over the chunks than they bring
 
 __all__ = ["Built", "TritonExecutor", "interpreting"]
@@ -85,10 +85,8 @@ class TritonExecutor:
         self.plan = self._default_plan()  # of the forward pass, "fused" or "unfused"
 
     def _default_plan(self) -> str:
-        """Fused where segments are cheap to summarise: M is elementwise."""
-        cell = self.graphs.kernel_forward
-        dense = any(t.has_matrix for t in self.graphs.transitions.values())
-        return "fused" if can_fuse(self.spec, cell) and not dense else "unfused"
+        """Fused wherever that can be: states then stay in registers."""
+        return "fused" if can_fuse(self.spec, self.graphs.kernel_forward) else "unfused"
 
     # -- kernels ------------------------------------------------------------------------------
 
@@ -353,7 +351,9 @@ class TritonExecutor:
         programs = outline.heads * self.scan_tiles(outline)
         if programs == 0:
             return None
-        wanted = PROGRAMS_PER_PROCESSOR[self.plan] * launching.processors(outline.device)
+        dense = any(t.has_matrix for t in self.graphs.transitions.values())
+        each = FUSED_PROGRAMS if self.plan == "fused" and not dense else 1
+        wanted = each * launching.processors(outline.device)
         segments = wanted * groups // programs
         if groups > 1:  # they have segments anyway
             return Cutting(None, max(1, segments))
