@@ -16,23 +16,25 @@ from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.budget import measure
 from flexla_dist.testing.inputs import CallInputs, make_inputs
-from scaling_runs.implementations import SOFTMAX, Fla, Implementation, Unavailable
+from scaling_runs.implementations import SOFTMAX, Fla, FlashQla, Implementation, Unavailable
 from scaling_runs.machine import Machine
-from scaling_runs.measure import Timing, measure_call
+from scaling_runs.measure import POINT_SECONDS, Timing, measure_call
 from scaling_runs.rows import RowStore
 
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "triton", "variant", "direction"),
     *("B", "T", "H", "K", "V", "dtype", "impl", "impl_version", "plan"),
     *("median_ms", "p20_ms", "p80_ms", "host_us", "peak_mib", "rel_err"),
+    *("HV", "note"),
 )
-KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "impl")
+KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "impl", "HV")
 CHECKED_HEADS = 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One call: variant, direction and sizes."""
+    """One call: variant, direction and sizes. HV: heads of the state, where H are groups of them;
+    0 where they are the same."""
 
     variant: str
     direction: str
@@ -42,6 +44,7 @@ class Shape:
     K: int
     V: int
     dtype: str
+    HV: int = 0
 
     @property
     def heads(self) -> int:
@@ -49,9 +52,27 @@ class Shape:
         return 1 if self.variant == "hgrn" else self.H
 
     @property
+    def value_heads(self) -> int:
+        """Heads of the state and the output."""
+        return self.HV or self.heads
+
+    @property
+    def checked(self) -> int:
+        """Heads of the state that are compared with a reference: whole groups."""
+        return max(min(CHECKED_HEADS, self.value_heads), self.value_heads // self.heads)
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the named dims."""
         return {"K": self.K, "V": self.V, "D": self.H * self.V}
+
+
+@dataclass(frozen=True)
+class Point:
+    """The directions of one call, and the implementations that are wanted."""
+
+    shapes: tuple[Shape, ...]
+    impls: tuple[str, ...]
 
 
 Work = dict[Shape, list[str]]  # what to measure: the implementations of each direction of a call
@@ -65,7 +86,7 @@ def make_call(shape: Shape, device: str = "cuda") -> CallInputs:
         batch=shape.B,
         tokens=shape.T,
         heads=shape.heads,
-        value_heads=shape.heads,
+        value_heads=shape.value_heads,
         sizes=shape.sizes,
         dtype=getattr(torch, shape.dtype),
         device=device,
@@ -85,7 +106,7 @@ class Reference:
             return x.detach().double().requires_grad_()
 
         leaves = {name: wide(first_heads(shape, x)) for name, x in call.inputs.items()}
-        leaves |= {name: wide(x[:CHECKED_HEADS]) for name, x in call.params.items()}
+        leaves |= {name: wide(x[: shape.checked]) for name, x in call.params.items()}
         output = op(**leaves, **call.scalars)[0]
         gradient = first_heads(shape, seed).double()
         found = torch.autograd.grad(output, list(leaves.values()), gradient)
@@ -104,16 +125,16 @@ class Reference:
             x = got[name]
             if shape.variant == "hgrn" and x.dim() == 3:
                 x = x.unsqueeze(2)
-            x = first_heads(shape, x) if x.dim() >= 3 else x[:CHECKED_HEADS]
+            x = first_heads(shape, x) if x.dim() >= 3 else x[: shape.checked]
             ratios.append(measure(x, self.results[name]).ratio)
         return max(ratios, default=None)
 
 
 def first_heads(shape: Shape, x: Tensor) -> Tensor:
-    """The heads that are compared; of hgrn, the first columns."""
+    """The heads that are compared; of hgrn, the first columns; of inputs of groups, theirs."""
     if shape.variant == "hgrn":
         return x[..., : CHECKED_HEADS * shape.V]
-    return x[:, :, :CHECKED_HEADS]
+    return x[:, :, : shape.checked * x.shape[2] // shape.value_heads]
 
 
 class Case:
@@ -156,8 +177,10 @@ class Bench:
         store: RowStore,
         machine: Machine,
         device: str = "cuda",
+        limit_s: float = POINT_SECONDS,
     ):
         self.every, self.store, self.machine, self.device = every, store, machine, device
+        self.limit_s = limit_s
         self.written: list[dict[str, str]] = []
 
     def missing(self, shape: Shape, names: Sequence[str]) -> list[str]:
@@ -168,28 +191,49 @@ class Bench:
     def _is_new(self, row: Mapping[str, str]) -> bool:
         return row["date"] == self.machine.date and self.machine.measured_same_code(row)
 
-    def work_of(self, group: Sequence[Shape], options: argparse.Namespace) -> Work:
+    def work_of(self, point: Point, options: argparse.Namespace) -> Work:
         """What is to be measured of the directions of one call."""
         work = {}
-        for shape in group:
-            fitting = [name for name in options.impl if fits(shape, name)]
+        for shape in point.shapes:
+            fitting = [name for name in point.impls if fits(shape, name)]
             work[shape] = fitting if options.again else self.missing(shape, fitting)
         return {shape: names for shape, names in work.items() if names}
 
-    def _key(self, shape: Shape, name: str) -> dict[str, object]:
-        return {"gpu": self.machine.gpu, **vars(shape), "impl": name}
+    def _key(self, shape: Shape, name: str) -> dict[str, str]:
+        sizes = {column: str(value) for column, value in vars(shape).items()}
+        return {"gpu": self.machine.gpu, **sizes, "HV": str(shape.HV or ""), "impl": name}
 
     def run(self, work: Work, errors: bool) -> None:
         """Measure the directions of one call in turn."""
         first = next(iter(work))
-        call = make_call(first, self.device)
-        seed = gradient_seed(first, call)
-        reference = Reference(first, call, seed) if errors else None
+        try:
+            call = make_call(first, self.device)
+            seed = gradient_seed(first, call)
+        except torch.cuda.OutOfMemoryError:
+            for shape, names in work.items():
+                for name in names:
+                    self._out_of_memory(shape, name, "arguments alone")
+            return
+        reference = self._reference(first, call, seed) if errors else None
         for shape, names in work.items():
             for name in names:
                 gc.collect()
                 torch.cuda.empty_cache()
                 self._run(shape, name, call, seed, reference)
+
+    def _reference(self, shape: Shape, call: CallInputs, seed: Tensor) -> Reference | None:
+        try:
+            return Reference(shape, call, seed)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{label_of(shape, 'float64')}: out of memory, errors are left out", flush=True)
+            return None
+
+    def _out_of_memory(self, shape: Shape, name: str, what: str) -> None:
+        """A row without numbers."""
+        label = label_of(shape, name)
+        print(f"{label}: out of memory: {what}", flush=True)
+        row = {**self.machine.columns(), **self._key(shape, name)}
+        self.written.append(self.store.put({**row, "note": f"out of memory: {what}"}))
 
     def _run(
         self,
@@ -199,7 +243,7 @@ class Bench:
         seed: Tensor,
         reference: Reference | None,
     ) -> None:
-        label = f"{shape.variant} {shape.direction} T={shape.T} {name}"
+        label = label_of(shape, name)
         wanted = seed if shape.direction == "fwdbwd" else None
         impl = self.every[name]
         try:
@@ -207,9 +251,13 @@ class Bench:
             with impl.lifted(prepared.version) if isinstance(impl, Fla) else nullcontext():
                 case = Case(prepared.forward, call, wanted)
                 error = None if reference is None else reference.error(shape, case.results())
-                timing = measure_call(case)
+                timing = measure_call(case, limit_s=self.limit_s)
         except Unavailable as why:
             print(f"{label}: {why}", flush=True)
+            return
+        except torch.cuda.OutOfMemoryError as full:
+            text = " ".join(str(full).split())
+            self._out_of_memory(shape, name, text.partition("GPU 0")[0].strip()[:120])
             return
         except Exception as failure:
             text = " ".join(str(failure).split())[:300]
@@ -227,6 +275,13 @@ class Bench:
             f"{row['peak_mib']} MiB, error {row['rel_err']}",
             flush=True,
         )
+
+
+def label_of(shape: Shape, name: str) -> str:
+    """A shape and an implementation in one line."""
+    heads = f"{shape.H}/{shape.HV}" if shape.HV else str(shape.H)
+    sizes = f"B={shape.B} T={shape.T} H={heads} D={shape.V}"
+    return f"{shape.variant} {shape.direction} {sizes} {name}"
 
 
 def result_row(
@@ -257,6 +312,7 @@ def compile_task(work: Work) -> CompileTask | None:
         batch=shape.B,
         tokens=shape.T,
         heads=shape.heads,
+        value_heads=shape.value_heads,
         sizes=shape.sizes,
         dtype=getattr(torch, shape.dtype),
     )
@@ -266,5 +322,7 @@ def compile_task(work: Work) -> CompileTask | None:
 
 
 def fits(shape: Shape, name: str) -> bool:
-    """Softmax attention is sdpa's, all else is not."""
+    """Softmax attention is sdpa's, all else is not; FlashQLA has one variant."""
+    if name == "flashqla":
+        return shape.variant == FlashQla.VARIANT
     return (name == "sdpa") == (shape.variant == SOFTMAX)
