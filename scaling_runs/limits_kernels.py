@@ -49,7 +49,7 @@ def short_name(name: str) -> str:
     """The function's name alone: `void at::native::fill<4, ...>(...)` is `fill`."""
     if name.startswith(COPIES):
         return name.split(" (")[0].replace(" ", "_")
-    plain = re.sub(r"\(anonymous namespace\)::|^\w+ (?=\w+::)", "", name)
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     return re.split(r"[<(]", plain)[0].split("::")[-1].strip() or name
 
 

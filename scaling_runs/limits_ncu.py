@@ -198,8 +198,13 @@ def by_case(
 
 
 def aligned(launches: Sequence[Launch], seen: Sequence[Seen]) -> dict[tuple[str, int], Seen]:
-    """What was seen by name and place; nothing if another set of kernels was launched."""
-    ran = Counter(x.kernel for x in launches if not x.kernel.startswith(COPIES))
-    if ran != Counter(x.kernel for x in seen):
+    """What was seen of every launch, one after the other; nothing if another number of kernels
+    was launched, or others of those names that both know."""
+    kernels = [x for x in launches if not x.kernel.startswith(COPIES)]
+    if len(kernels) != len(seen):
         return {}
-    return {(x.kernel, x.at): x for x in seen}
+    known = {x.kernel for x in kernels} & {x.kernel for x in seen}
+    pairs = list(zip(kernels, seen, strict=True))
+    if any(a.kernel != b.kernel and known & {a.kernel, b.kernel} for a, b in pairs):
+        return {}
+    return {(a.kernel, a.at): b for a, b in pairs}
