@@ -6,7 +6,6 @@ import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,11 +14,21 @@ from flexla_dist.compiler.aot import CompileTask, describe_call
 from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.budget import measure
-from flexla_dist.testing.inputs import CallInputs, make_inputs
-from scaling_runs.implementations import SOFTMAX, Fla, FlashQla, Implementation, Unavailable
+from flexla_dist.testing.inputs import CallInputs
+from scaling_runs.implementations import SOFTMAX, Fla, Implementation, Unavailable
 from scaling_runs.machine import Machine
 from scaling_runs.measure import POINT_SECONDS, Timing, measure_call
 from scaling_runs.rows import RowStore
+from scaling_runs.single_calls import (
+    Point,
+    Shape,
+    Work,
+    first_heads,
+    fits,
+    gradient_seed,
+    label_of,
+    make_call,
+)
 
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "triton", "variant", "direction"),
@@ -28,69 +37,6 @@ COLUMNS = (
     *("HV", "note"),
 )
 KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "impl", "HV")
-CHECKED_HEADS = 2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One call: variant, direction and sizes. HV: heads of the state, where H are groups of them;
-    0 where they are the same."""
-
-    variant: str
-    direction: str
-    B: int
-    T: int
-    H: int
-    K: int
-    V: int
-    dtype: str
-    HV: int = 0
-
-    @property
-    def heads(self) -> int:
-        """Heads of the call; hgrn has one that is H * V wide."""
-        return 1 if self.variant == "hgrn" else self.H
-
-    @property
-    def value_heads(self) -> int:
-        """Heads of the state and the output."""
-        return self.HV or self.heads
-
-    @property
-    def checked(self) -> int:
-        """Heads of the state that are compared with a reference: whole groups."""
-        return max(min(CHECKED_HEADS, self.value_heads), self.value_heads // self.heads)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the named dims."""
-        return {"K": self.K, "V": self.V, "D": self.H * self.V}
-
-
-@dataclass(frozen=True)
-class Point:
-    """The directions of one call, and the implementations that are wanted."""
-
-    shapes: tuple[Shape, ...]
-    impls: tuple[str, ...]
-
-
-Work = dict[Shape, list[str]]  # what to measure: the implementations of each direction of a call
-
-
-def make_call(shape: Shape, device: str = "cuda") -> CallInputs:
-    """Seeded arguments that want gradients; without initial state."""
-    variant = "linear_attn" if shape.variant == SOFTMAX else shape.variant
-    return make_inputs(
-        get_variant(variant),
-        batch=shape.B,
-        tokens=shape.T,
-        heads=shape.heads,
-        value_heads=shape.value_heads,
-        sizes=shape.sizes,
-        dtype=getattr(torch, shape.dtype),
-        device=device,
-    )
 
 
 class Reference:
@@ -130,13 +76,6 @@ class Reference:
         return max(ratios, default=None)
 
 
-def first_heads(shape: Shape, x: Tensor) -> Tensor:
-    """The heads that are compared; of hgrn, the first columns; of inputs of groups, theirs."""
-    if shape.variant == "hgrn":
-        return x[..., : CHECKED_HEADS * shape.V]
-    return x[:, :, : shape.checked * x.shape[2] // shape.value_heads]
-
-
 class Case:
     """One implementation at one shape; a call of it is what is timed."""
 
@@ -159,13 +98,6 @@ class Case:
         output, grads = self()
         named = zip(self.leaves, grads, strict=False)
         return {"o": output.detach()} | {f"d{n}": g for n, g in named if g is not None}
-
-
-def gradient_seed(shape: Shape, call: CallInputs) -> Tensor:
-    """A gradient of the output."""
-    like = call.inputs["x" if shape.variant == "hgrn" else "v"]
-    generator = torch.Generator(like.device).manual_seed(5)
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
 class Bench:
@@ -277,13 +209,6 @@ class Bench:
         )
 
 
-def label_of(shape: Shape, name: str) -> str:
-    """A shape and an implementation in one line."""
-    heads = f"{shape.H}/{shape.HV}" if shape.HV else str(shape.H)
-    sizes = f"B={shape.B} T={shape.T} H={heads} D={shape.V}"
-    return f"{shape.variant} {shape.direction} {sizes} {name}"
-
-
 def result_row(
     version: str, plan: str, timing: Timing, held_mib: float, error: float | None
 ) -> dict[str, str]:
@@ -319,10 +244,3 @@ def compile_task(work: Work) -> CompileTask | None:
     directions = {"fwd": ("forward",), "fwdbwd": ("forward", "backward")}
     wanted = max((directions[shape.direction] for shape in ours), key=len)
     return CompileTask(graphs, problem, wanted)
-
-
-def fits(shape: Shape, name: str) -> bool:
-    """Softmax attention is sdpa's, all else is not; FlashQLA has one variant."""
-    if name == "flashqla":
-        return shape.variant == FlashQla.VARIANT
-    return (name == "sdpa") == (shape.variant == SOFTMAX)

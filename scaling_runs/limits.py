@@ -33,7 +33,7 @@ from scaling_runs.compiling import compile_only
 from scaling_runs.implementations import Unavailable
 from scaling_runs.limits_calls import make_case
 from scaling_runs.limits_kernels import profile_call
-from scaling_runs.limits_ncu import counters, find_tool
+from scaling_runs.limits_ncu import Tool, counters, find_tool
 from scaling_runs.limits_rows import COLUMNS, KEY, LimitRows
 from scaling_runs.machine import RESULTS, describe_machine
 from scaling_runs.rows import RowStore, format_table
@@ -45,6 +45,7 @@ SHOWN = (
     *("variant", "direction", "impl", "kernel", "launches", "us", "share", "tbs", "tflops"),
     *("tensor_pct", "dram_pct", "note"),
 )
+LEAST = 10.0  # seconds that must be left to count anything
 TUNED = "TRITON_CACHE_AUTOTUNING"  # what FLA tunes is found again by the process that counts
 
 
@@ -106,7 +107,7 @@ def time_cases(rows: LimitRows, options: argparse.Namespace, impl: str, end: flo
         except Unavailable as why:
             print(f"{label}: {why}", flush=True)
             continue
-        except RuntimeError as failure:
+        except Exception as failure:
             text = " ".join(str(failure).split())[:300]
             print(f"{label}: FAILED {type(failure).__name__}: {text}", flush=True)
             if "illegal memory access" in text:
@@ -119,9 +120,9 @@ def time_cases(rows: LimitRows, options: argparse.Namespace, impl: str, end: flo
 
 
 def count_cases(
-    rows: LimitRows, options: argparse.Namespace, impl: str, why_not: str, end: float
-) -> str:
-    """Counters of the cases that have none; returns why there cannot be any."""
+    rows: LimitRows, options: argparse.Namespace, impl: str, tool: Tool | None, end: float
+) -> Tool | None:
+    """Counters of the cases that have none. The tool is looked for when it is first wanted."""
     wanted = {
         f"{shape.variant}:{shape.direction}:{impl}": shape
         for shape, _ in cases(options, impl)
@@ -129,17 +130,16 @@ def count_cases(
     }
     seconds = min(options.counter_seconds, end - time.perf_counter())
     if not wanted:
-        return why_not
-    if not why_not and seconds <= 0:
+        return tool
+    if seconds < LEAST and (tool is None or not tool.why_not):
         print(f"{impl}: no time left for counters", flush=True)
-        return why_not
-    tool = None if why_not else find_tool()
-    why_not = why_not or (tool.why_not if tool is not None else "")
-    if why_not or tool is None:
-        print(f"{impl}: no counters: {why_not}", flush=True)
+        return tool
+    tool = find_tool() if tool is None else tool
+    if tool.why_not:
+        print(f"{impl}: no counters: {tool.why_not}", flush=True)
         for shape in wanted.values():
-            rows.note(shape, impl, f"no counters: {why_not}")
-        return why_not
+            rows.note(shape, impl, f"no counters: {tool.why_not}")
+        return tool
     words = [f"--{name}={getattr(options, name)}" for name in ("tokens", "heads", "batch", "size")]
     words += ["--lift-fla-guard"] if options.lift_fla_guard else []
     found, problem = counters(tool, list(wanted), words, seconds)
@@ -147,7 +147,7 @@ def count_cases(
         said = "" if found.get(name) else problem or "the time ended before this call"
         counted = rows.count(shape, impl, found.get(name, []), said)
         print(f"{name}: {'counted' if counted else 'no counters'}", flush=True)
-    return ""
+    return tool
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -165,11 +165,11 @@ def main(words: Sequence[str] | None = None) -> int:
     machine = describe_machine(options.commit)
     store = RowStore(options.results / f"limits_{machine.slug}.csv", COLUMNS, KEY)
     rows = LimitRows(store, machine)
-    left, why_not = 0, "not asked for" if options.no_counters else ""
+    left, tool = 0, Tool("", {}, "not asked for") if options.no_counters else None
     for impl in options.impl:
         left += time_cases(rows, options, impl, end)
         torch.cuda.empty_cache()
-        why_not = count_cases(rows, options, impl, why_not, end)
+        tool = count_cases(rows, options, impl, tool, end)
     shown: Sequence[Mapping[str, str]] = rows.written()
     print(format_table(shown, SHOWN))
     print(f"\n{len(shown)} rows, {left} calls left; {store.path}")

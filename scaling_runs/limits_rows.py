@@ -133,7 +133,7 @@ class LimitRows:
             return False
         self._touched[shape, impl] = None
         for key, one in found.items():
-            self.store.put({**places[key], **{n: f"{v:.4g}" for n, v in one.values.items()}})
+            self.store.put({**places[key], **{n: _text(v) for n, v in one.values.items()}})
         whole = dict(rows[-1])
         whole["note"] = "; ".join(
             said for said in whole["note"].split("; ") if not said.startswith("no counters")
@@ -172,5 +172,10 @@ def _summed(seen: Sequence[Seen]) -> dict[str, str]:
         else:
             time = sum(x.values["ncu_us"] for x in have)
             value = sum(x.values[name] * x.values["ncu_us"] for x in have) / time
-        found[name] = f"{value:.4g}"
+        found[name] = _text(value)
     return found
+
+
+def _text(value: float) -> str:
+    """Four digits, or all of a large number."""
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"

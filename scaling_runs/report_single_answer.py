@@ -86,8 +86,9 @@ def _counters_words(found: SingleGpu, impl: str, name: str) -> str:
     large = [(c, r) for c, r in rows if (number(r, "share") or 0.0) >= SMALL]
     call, most = max(large or rows, key=lambda pair: number(pair[1], "tensor_pct") or 0.0)
     calls = len({c for c, _ in rows})
+    counted = f"{calls} call{'s' if calls > 1 else ''} of {name}"
     return (
-        f"In {calls} call{'s' if calls > 1 else ''} of {name} the tensor pipes are active {_mean(rows, 'tensor_pct'):.0f}% "
+        f"In {counted} the tensor pipes are active {_mean(rows, 'tensor_pct'):.0f}% "
         f"of the kernels' time, at most {number(most, 'tensor_pct'):.0f}% (`{most['kernel']}`, "
         f"{call.variant} {call.direction}); memory runs at {_mean(rows, 'dram_pct'):.0f}% of its "
         f"peak, and {_time(rows, 'dram_pct', BUSY) / _time(rows):.0%} of the time is in kernels "

@@ -24,6 +24,7 @@ NAMES = {
     "torch_compile": "torch.compile",
     "sdpa": "softmax attention",
 }
+LIFTED = "guard lifted"
 SPEED = ("ours", "fla", "flashqla", "torch_compile")
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 SWEEP_HEADS = 16
@@ -32,7 +33,8 @@ All numbers are those of rows in `single_gpu_{gpu}.csv` and `limits_{gpu}.csv`, 
 `single_gpu.py` and `limits.py` write; `missing` is a row that is not there. Times are medians of
 calls with a cold L2 cache, in ms. The floor is the time to move inputs, output and gradients once
 at 4.3 TB/s, a measured copy; `/ floor` is ours over it. `FLA / ours` is how many times quicker ours
-is.
+is. A star: FLA refuses this backward pass on this version of Triton; it was timed with that guard
+lifted, its results are used for nothing.
 """
 
 
@@ -66,7 +68,7 @@ def commits(found: SingleGpu) -> str:
             continue
         known = sorted({f"{row['date']} {row['commit']}" for row in every})
         versions = sorted({row["impl_version"] for row in every if row["impl_version"]})
-        lines.append(f"- {name} {', '.join(versions)}: {', '.join(known)}")
+        lines.append(f"- {' '.join([name, ', '.join(versions)]).strip()}: {', '.join(known)}")
         ours |= {row["commit"] for row in every} if impl == "ours" else set()
     if len(ours) > 1:
         lines.append(
@@ -131,7 +133,8 @@ def milliseconds(found: SingleGpu, call: Call, impl: str) -> str:
         return "-"
     value = found.ms(call, impl)
     if value is not None:
-        return f"{value:.3f}"
+        lifted = LIFTED in found.times[call, impl]["impl_version"]
+        return f"{value:.3f}{'*' if lifted else ''}"
     return found.note(call, impl).split(":")[0] or MISSING
 
 
@@ -181,7 +184,27 @@ def sweep_table(found: SingleGpu) -> str:
         cells += [_memory(found, *one) for one in beside]
         cells += [_ratio(ours, other), _ratio(fla, other)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *_sweep_words(found, calls)])
+
+
+def _sweep_words(found: SingleGpu, calls: Sequence[Call]) -> list[str]:
+    """Against softmax attention, a line for each library and direction."""
+    lines = []
+    for impl in ("ours", "fla"):
+        for direction in DIRECTIONS:
+            here = [c for c in calls if c.direction == direction]
+            pairs = [((c, impl), (replace(c, variant=SOFTMAX), "sdpa")) for c in here]
+            both = [(a, b) for a, b in pairs if found.ms(*a) and found.ms(*b)]
+            if not both:
+                continue
+            slower = [a[0] for a, b in both if (found.ms(*a) or 0) > (found.ms(*b) or 0)]
+            where = ", ".join(f"B={c.B} T={c.T}" for c in slower) or "nowhere"
+            most = max((found.mib(*a) or 0) / (found.mib(*b) or 1) for a, b in both)
+            lines.append(
+                f"- {NAMES[impl]} {direction}: slower than softmax attention {where} (of "
+                f"{len(both)} calls); at most {most:.2f}x its memory"
+            )
+    return [*lines, ""] if lines else []
 
 
 def shapes_table(found: SingleGpu) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flexla_dist.compiler.aot import CompileTask, record_launches
 from scaling_runs import limits, limits_ncu
 from scaling_runs.bench import Shape, compile_task
-from scaling_runs.limits_calls import MARKER
+from scaling_runs.implementations import Unavailable
+from scaling_runs.limits_calls import MARKER, Ready
 from scaling_runs.limits_kernels import (
     Launch,
     counted_launches,
@@ -201,3 +203,44 @@ def test_counters_go_into_the_rows(tmp_path: Path) -> None:
     assert first["tensor_pct"] == "40" and first["moved_mb"] == ""
     assert (whole["tensor_pct"], whole["dram_mb"], whole["note"]) == ("25", "3", "")
     assert whole["dram_pct"] == "" and rows.is_counted(SHAPE, "fla")
+
+
+# -- a whole run ----------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+
+    def make_case(shape: Shape, name: str, lift_guard: bool) -> Ready:
+        if shape.variant == "kda":
+            raise Unavailable("no such function")
+        made.append(f"{shape.variant}:{shape.direction}:{name}")
+        return Ready(None, nullcontext(), "0.1", str)  # type: ignore[arg-type]
+
+    def counters(tool, names, words, seconds):  # type: ignore[no-untyped-def]
+        seen = limits_ncu.Seen("other", 0, {"ncu_us": 4.0, "tensor_pct": 30.0})
+        return {names[0]: [seen]}, ""
+
+    monkeypatch.setattr(limits.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(limits.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(limits, "describe_machine", lambda commit: MACHINE)
+    monkeypatch.setattr(limits, "make_case", make_case)
+    monkeypatch.setattr(limits, "profile_call", lambda call, calls: [Launch("other", 0, 5.0)])
+    monkeypatch.setattr(limits.triton.testing, "do_bench", lambda call, **options: 0.01)
+    monkeypatch.setattr(limits, "find_tool", lambda: limits_ncu.Tool("ncu", METRICS))
+    monkeypatch.setattr(limits, "counters", counters)
+    words = ["--results", str(tmp_path), "--variants", "gla,kda", "--directions", "fwd"]
+    assert limits.main(words) == 0
+    assert made == ["gla:fwd:ours", "gla:fwd:fla"]
+    out = capsys.readouterr().out
+    assert "kda fwd ours: no such function" in out and "gla:fwd:fla: counted" in out
+    assert limits.main([*words, "--no-counters"]) == 0 and len(made) == 2
+    store = RowStore(tmp_path / "limits_some_gpu.csv", COLUMNS, KEY)
+    assert {(r["impl"], r["at"], r["tensor_pct"]) for r in store.rows()} == {
+        (impl, at, "30") for impl in ("ours", "fla") for at in ("0", "all")
+    }
+    capsys.readouterr()
+    assert limits.main([*words, "--again", "--seconds", "0"]) == 0 and len(made) == 2
+    assert "4 calls left" in capsys.readouterr().out
