@@ -117,28 +117,35 @@ def limits_table(found: SingleGpu) -> str:
     """One line a variant, direction and library."""
     if not found.limits:
         return "No rows.\n"
-    head = ("", "us", "launches", "MB moved", "MB of DRAM", "floor MB", "TB/s", "floor TB/s")
-    more = ("TFLOP/s", "tensor %", "DRAM %", "what limits it")
+    head = ("", "us", "launches", "MB moved", "DRAM MB", "floor MB", "TB/s", "DRAM TB/s")
+    more = ("floor TB/s", "TFLOP/s", "floor TFLOP/s", "tensor %", "DRAM %", "what limits it")
     lines = [
         "Sums over the kernels of a call. `MB moved`, `TB/s` and `TFLOP/s` are counted from our "
-        "plan; `MB of DRAM`, `tensor %` and `DRAM %` are hardware counters. `latency`: nothing is "
+        "plan; `DRAM ...` and `tensor %` are hardware counters; floors are the bytes and products "
+        "that no plan can do without, over the same time. `latency`: nothing is "
         f"above {BUSY:.0f}% of its peak; `launches`: the call takes much longer than its kernels.",
         "",
         f"| {' | '.join((*head, *more))} |",
         "|---" * (len(head) + len(more)) + "|",
     ]
-    columns = ("us", "launches", "moved_mb", "dram_mb", "floor_mb", "tbs", "floor_tbs")
+    columns = ("us", "launches", "moved_mb", "dram_mb", "floor_mb", "tbs")
+    rates = ("floor_tbs", "tflops", "floor_tflops", "tensor_pct", "dram_pct")
     for direction in DIRECTIONS:
         for variant in VARIANTS:
             for impl, name in LIBRARIES:
                 row = found.whole(_limits_call(found, variant, direction), impl)
                 label = f"{variant} {direction}, {name}"
                 if row is None:
-                    lines.append(f"| {label} | missing |" + " |" * (len(columns) + 3))
+                    lines.append(f"| {label} | missing |" + " |" * (len(head) + len(more) - 2))
                     continue
-                cells = [row[n] for n in (*columns, "tflops", "tensor_pct", "dram_pct")]
+                cells = [row[n] for n in columns] + [_dram_rate(row)] + [row[n] for n in rates]
                 lines.append(f"| {' | '.join([label, *cells, limit_words(row)])} |")
     return "\n".join([*lines, ""])
+
+
+def _dram_rate(row: Row) -> str:
+    moved, us = number(row, "dram_mb"), number(row, "ncu_us")
+    return f"{moved / us:.3f}" if moved is not None and us else ""
 
 
 def _limits_call(found: SingleGpu, variant: str, direction: str) -> Call:

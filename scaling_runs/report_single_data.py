@@ -166,7 +166,8 @@ def limit_words(whole: Row) -> str:
     else:
         moved, computed = number(whole, "tbs"), number(whole, "tflops")
         if moved is None or computed is None:
-            return "not known: neither counters nor counted bytes"
+            least = 1e14 * (number(whole, "floor_tbs") or 0.0) / BANDWIDTH
+            return f"not known: no counters (memory at least {least:.0f}%, by the floor)"
         parts = {"memory": 1e14 * moved / BANDWIDTH, "products": 1e14 * computed / PEAK}
         how = "counted"
     known = {name: value for name, value in parts.items() if value is not None}

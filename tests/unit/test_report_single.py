@@ -126,7 +126,8 @@ def test_the_answer_comes_from_counters(tmp_path: Path) -> None:
     for impl in ("ours", "fla"):
         limited(tmp_path, call, impl, "0", us="10", share="0.25", tensor_pct="40", dram_pct="20")
         limited(tmp_path, call, impl, "1", us="30", share="0.75", tensor_pct="20", dram_pct="80")
-        limited(tmp_path, call, impl, "all", us="40", tensor_pct="25", dram_pct="65", call_ms="0.1")
+        limited(tmp_path, call, impl, "all", us="40", tensor_pct="25", dram_pct="65", call_ms="0.1",
+                dram_mb="80", ncu_us="50")  # fmt: skip
     found = read_single(tmp_path, "x")
     said = answer(found)
     assert said.startswith("**No.** In 1 call of ours the tensor pipes are active 25% of")
@@ -136,7 +137,9 @@ def test_the_answer_comes_from_counters(tmp_path: Path) -> None:
     assert whole is not None
     assert limit_words(whole) == "memory (memory 65%, tensor cores 25%; counters); launches"
     table = page(found, [])
-    assert cells(table, "gla fwd, ours")[-1].startswith("memory (")
+    line = cells(table, "gla fwd, ours")
+    assert line[-1].startswith("memory (") and "1.600" in line
+    assert len(line) == len(cells(table, "kda fwd, FLA"))
     assert cells(table, "kda fwd, FLA")[1] == "missing"
     assert table.count("| `gla_1` | 75% | 30 |") == 2
     limited(tmp_path, call, "ours", "1", us="30", share="0.75", tensor_pct="70", dram_pct="20")
@@ -148,7 +151,7 @@ def test_without_counters_it_comes_from_counts(tmp_path: Path) -> None:
     limited(tmp_path, call, "ours", "0", us="10", share="1", tbs="2.15", tflops="79")
     why = "no counters: ncu is not installed"
     limited(tmp_path, call, "ours", "all", us="10", tbs="2.15", tflops="79", note=why)
-    limited(tmp_path, call, "fla", "all", us="10")
+    limited(tmp_path, call, "fla", "all", us="10", floor_tbs="1.075")
     found = read_single(tmp_path, "x")
     said = answer(found)
     assert said.startswith("**No.** By counts, our kernels compute at 10% of 790 TFLOP/s")
@@ -156,7 +159,7 @@ def test_without_counters_it_comes_from_counts(tmp_path: Path) -> None:
     ours, fla = found.whole(call, "ours"), found.whole(call, "fla")
     assert ours is not None and fla is not None
     assert limit_words(ours) == "latency (memory 50%, products 10%; counted)"
-    assert limit_words(fla) == "not known: neither counters nor counted bytes"
+    assert limit_words(fla) == "not known: no counters (memory at least 25%, by the floor)"
 
 
 def test_plots(tmp_path: Path) -> None:
