@@ -6,7 +6,6 @@ import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,61 +14,29 @@ from flexla_dist.compiler.aot import CompileTask, describe_call
 from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.budget import measure
-from flexla_dist.testing.inputs import CallInputs, make_inputs
+from flexla_dist.testing.inputs import CallInputs
 from scaling_runs.implementations import SOFTMAX, Fla, Implementation, Unavailable
 from scaling_runs.machine import Machine
-from scaling_runs.measure import Timing, measure_call
+from scaling_runs.measure import POINT_SECONDS, Timing, measure_call
 from scaling_runs.rows import RowStore
+from scaling_runs.single_calls import (
+    Point,
+    Shape,
+    Work,
+    first_heads,
+    fits,
+    gradient_seed,
+    label_of,
+    make_call,
+)
 
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "triton", "variant", "direction"),
     *("B", "T", "H", "K", "V", "dtype", "impl", "impl_version", "plan"),
     *("median_ms", "p20_ms", "p80_ms", "host_us", "peak_mib", "rel_err"),
+    *("HV", "note"),
 )
-KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "impl")
-CHECKED_HEADS = 2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One call: variant, direction and sizes."""
-
-    variant: str
-    direction: str
-    B: int
-    T: int
-    H: int
-    K: int
-    V: int
-    dtype: str
-
-    @property
-    def heads(self) -> int:
-        """Heads of the call; hgrn has one that is H * V wide."""
-        return 1 if self.variant == "hgrn" else self.H
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the named dims."""
-        return {"K": self.K, "V": self.V, "D": self.H * self.V}
-
-
-Work = dict[Shape, list[str]]  # what to measure: the implementations of each direction of a call
-
-
-def make_call(shape: Shape, device: str = "cuda") -> CallInputs:
-    """Seeded arguments that want gradients; without initial state."""
-    variant = "linear_attn" if shape.variant == SOFTMAX else shape.variant
-    return make_inputs(
-        get_variant(variant),
-        batch=shape.B,
-        tokens=shape.T,
-        heads=shape.heads,
-        value_heads=shape.heads,
-        sizes=shape.sizes,
-        dtype=getattr(torch, shape.dtype),
-        device=device,
-    )
+KEY = ("gpu", "variant", "direction", "B", "T", "H", "K", "V", "dtype", "impl", "HV")
 
 
 class Reference:
@@ -85,7 +52,7 @@ class Reference:
             return x.detach().double().requires_grad_()
 
         leaves = {name: wide(first_heads(shape, x)) for name, x in call.inputs.items()}
-        leaves |= {name: wide(x[:CHECKED_HEADS]) for name, x in call.params.items()}
+        leaves |= {name: wide(x[: shape.checked]) for name, x in call.params.items()}
         output = op(**leaves, **call.scalars)[0]
         gradient = first_heads(shape, seed).double()
         found = torch.autograd.grad(output, list(leaves.values()), gradient)
@@ -104,16 +71,9 @@ class Reference:
             x = got[name]
             if shape.variant == "hgrn" and x.dim() == 3:
                 x = x.unsqueeze(2)
-            x = first_heads(shape, x) if x.dim() >= 3 else x[:CHECKED_HEADS]
+            x = first_heads(shape, x) if x.dim() >= 3 else x[: shape.checked]
             ratios.append(measure(x, self.results[name]).ratio)
         return max(ratios, default=None)
-
-
-def first_heads(shape: Shape, x: Tensor) -> Tensor:
-    """The heads that are compared; of hgrn, the first columns."""
-    if shape.variant == "hgrn":
-        return x[..., : CHECKED_HEADS * shape.V]
-    return x[:, :, :CHECKED_HEADS]
 
 
 class Case:
@@ -140,13 +100,6 @@ class Case:
         return {"o": output.detach()} | {f"d{n}": g for n, g in named if g is not None}
 
 
-def gradient_seed(shape: Shape, call: CallInputs) -> Tensor:
-    """A gradient of the output."""
-    like = call.inputs["x" if shape.variant == "hgrn" else "v"]
-    generator = torch.Generator(like.device).manual_seed(5)
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-
-
 class Bench:
     """Measures shapes and keeps rows."""
 
@@ -156,8 +109,10 @@ class Bench:
         store: RowStore,
         machine: Machine,
         device: str = "cuda",
+        limit_s: float = POINT_SECONDS,
     ):
         self.every, self.store, self.machine, self.device = every, store, machine, device
+        self.limit_s = limit_s
         self.written: list[dict[str, str]] = []
 
     def missing(self, shape: Shape, names: Sequence[str]) -> list[str]:
@@ -168,28 +123,49 @@ class Bench:
     def _is_new(self, row: Mapping[str, str]) -> bool:
         return row["date"] == self.machine.date and self.machine.measured_same_code(row)
 
-    def work_of(self, group: Sequence[Shape], options: argparse.Namespace) -> Work:
+    def work_of(self, point: Point, options: argparse.Namespace) -> Work:
         """What is to be measured of the directions of one call."""
         work = {}
-        for shape in group:
-            fitting = [name for name in options.impl if fits(shape, name)]
+        for shape in point.shapes:
+            fitting = [name for name in point.impls if fits(shape, name)]
             work[shape] = fitting if options.again else self.missing(shape, fitting)
         return {shape: names for shape, names in work.items() if names}
 
-    def _key(self, shape: Shape, name: str) -> dict[str, object]:
-        return {"gpu": self.machine.gpu, **vars(shape), "impl": name}
+    def _key(self, shape: Shape, name: str) -> dict[str, str]:
+        sizes = {column: str(value) for column, value in vars(shape).items()}
+        return {"gpu": self.machine.gpu, **sizes, "HV": str(shape.HV or ""), "impl": name}
 
     def run(self, work: Work, errors: bool) -> None:
         """Measure the directions of one call in turn."""
         first = next(iter(work))
-        call = make_call(first, self.device)
-        seed = gradient_seed(first, call)
-        reference = Reference(first, call, seed) if errors else None
+        try:
+            call = make_call(first, self.device)
+            seed = gradient_seed(first, call)
+        except torch.cuda.OutOfMemoryError:
+            for shape, names in work.items():
+                for name in names:
+                    self._out_of_memory(shape, name, "arguments alone")
+            return
+        reference = self._reference(first, call, seed) if errors else None
         for shape, names in work.items():
             for name in names:
                 gc.collect()
                 torch.cuda.empty_cache()
                 self._run(shape, name, call, seed, reference)
+
+    def _reference(self, shape: Shape, call: CallInputs, seed: Tensor) -> Reference | None:
+        try:
+            return Reference(shape, call, seed)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{label_of(shape, 'float64')}: out of memory, errors are left out", flush=True)
+            return None
+
+    def _out_of_memory(self, shape: Shape, name: str, what: str) -> None:
+        """A row without numbers."""
+        label = label_of(shape, name)
+        print(f"{label}: out of memory: {what}", flush=True)
+        row = {**self.machine.columns(), **self._key(shape, name)}
+        self.written.append(self.store.put({**row, "note": f"out of memory: {what}"}))
 
     def _run(
         self,
@@ -199,7 +175,7 @@ class Bench:
         seed: Tensor,
         reference: Reference | None,
     ) -> None:
-        label = f"{shape.variant} {shape.direction} T={shape.T} {name}"
+        label = label_of(shape, name)
         wanted = seed if shape.direction == "fwdbwd" else None
         impl = self.every[name]
         try:
@@ -207,9 +183,13 @@ class Bench:
             with impl.lifted(prepared.version) if isinstance(impl, Fla) else nullcontext():
                 case = Case(prepared.forward, call, wanted)
                 error = None if reference is None else reference.error(shape, case.results())
-                timing = measure_call(case)
+                timing = measure_call(case, limit_s=self.limit_s)
         except Unavailable as why:
             print(f"{label}: {why}", flush=True)
+            return
+        except torch.cuda.OutOfMemoryError as full:
+            text = " ".join(str(full).split())
+            self._out_of_memory(shape, name, text.partition("GPU 0")[0].strip()[:120])
             return
         except Exception as failure:
             text = " ".join(str(failure).split())[:300]
@@ -257,14 +237,10 @@ def compile_task(work: Work) -> CompileTask | None:
         batch=shape.B,
         tokens=shape.T,
         heads=shape.heads,
+        value_heads=shape.value_heads,
         sizes=shape.sizes,
         dtype=getattr(torch, shape.dtype),
     )
     directions = {"fwd": ("forward",), "fwdbwd": ("forward", "backward")}
     wanted = max((directions[shape.direction] for shape in ours), key=len)
     return CompileTask(graphs, problem, wanted)
-
-
-def fits(shape: Shape, name: str) -> bool:
-    """Softmax attention is sdpa's, all else is not."""
-    return (name == "sdpa") == (shape.variant == SOFTMAX)

@@ -86,6 +86,7 @@ class Fla:
     }
     GUARD = ("fla.ops.common.chunk_o", "TRITON_ABOVE_3_7_1")
     GUARDED = ("simple_gla", "gated_delta_rule")
+    GROUPED = ("gated_delta_rule", "kda")  # take fewer heads of q and k than of v
 
     def __init__(self, lift_guard: bool):
         self.lift_guard = lift_guard
@@ -106,6 +107,9 @@ class Fla:
                 raise Unavailable("FLA refuses this backward here; --lift-fla-guard times it")
             version += " guard lifted"
         arguments: dict[str, Any] = {**call.inputs, **call.scalars}
+        spread = group_sizes(call.inputs) if variant not in self.GROUPED else {}
+        if spread:
+            version += " heads repeated"
         if variant == "hgrn":
             x, g = arguments["x"], arguments["g"]
             return Prepared(lambda: function(x.squeeze(2), g.squeeze(2))[0], version)
@@ -113,7 +117,12 @@ class Fla:
             arguments["normalize"] = False
         elif variant == "retention":
             del arguments["g"]
-        return Prepared(lambda: function(**arguments)[0], version)
+
+        def forward() -> Tensor:
+            wide = {n: arguments[n].repeat_interleave(by, dim=2) for n, by in spread.items()}
+            return function(**(arguments | wide))[0]
+
+        return Prepared(forward, version)
 
     def _guarded(self) -> bool:
         module = importlib.import_module(self.GUARD[0])
@@ -132,6 +141,31 @@ class Fla:
             yield
         finally:
             setattr(module, self.GUARD[1], before)
+
+
+def group_sizes(inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """Inputs that have fewer heads than others, and how many heads read each of theirs."""
+    most = max(x.shape[2] for x in inputs.values())
+    return {name: most // x.shape[2] for name, x in inputs.items() if x.shape[2] < most}
+
+
+class FlashQla:
+    """FlashQLA's gated delta rule; needs tilelang."""
+
+    VARIANT = "gated_delta_rule"
+
+    def prepare(self, variant: str, call: CallInputs, direction: str) -> Prepared:
+        """Raises Unavailable for other variants and where it is not installed."""
+        if variant != self.VARIANT:
+            raise Unavailable("gated delta rule only")
+        try:
+            library = importlib.import_module("flash_qla")
+        except (ImportError, ValueError) as missing:  # ValueError: not for this device
+            raise Unavailable(f"not installed: {missing}") from missing
+        arguments = {**call.inputs, **call.scalars}
+        return Prepared(
+            lambda: library.chunk_gated_delta_rule(**arguments)[0], str(library.__version__)
+        )
 
 
 class TorchCompile:
@@ -175,6 +209,7 @@ def implementations(lift_fla_guard: bool) -> dict[str, Implementation]:
     return {
         "ours": Ours(),
         "fla": Fla(lift_fla_guard),
+        "flashqla": FlashQla(),
         "torch_compile": TorchCompile(),
         "sdpa": Sdpa(),
     }

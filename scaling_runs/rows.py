@@ -62,6 +62,14 @@ class RowStore:
         self._write()
         return text
 
+    def remove(self, columns: Mapping[str, str]) -> None:
+        """Forget the rows that have these values; the file changes with the next `put`."""
+        self._rows = {
+            key: row
+            for key, row in self._rows.items()
+            if any(row[name] != value for name, value in columns.items())
+        }
+
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")

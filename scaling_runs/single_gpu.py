@@ -5,10 +5,14 @@
     python scaling_runs/single_gpu.py --tokens 16384 --variants gla,simple_gla --impl ours,fla
     python scaling_runs/single_gpu.py --seconds 500 --lift-fla-guard --jobs 16
     python scaling_runs/single_gpu.py --compile-only      fill Triton's cache, no GPU needed
+    python scaling_runs/single_gpu.py --preset sweep      GLA and softmax attention over B and T
+    python scaling_runs/single_gpu.py --preset shapes     other shapes of the six variants
 
 Rows go to scaling_runs/results/single_gpu_<gpu>.csv; a newer run replaces the rows of the same key.
 B = 1, H = 32, K = V = 128 in bfloat16 (hgrn: D = 4096). `rel_err` compares the first heads with the
 float64 torch executor. Rows of today at this commit are kept: a stopped run goes on where it was.
+A preset has its own shapes, most important first, ours before other libraries. A point that does
+not fit into memory is a row with a note.
 """
 
 from __future__ import annotations
@@ -25,13 +29,15 @@ import torch
 
 from flexla_dist.compiler.aot_pool import CompilePool
 from flexla_dist.spec.variants import variant_names
-from scaling_runs.bench import COLUMNS, KEY, Bench, Shape, compile_task, fits
+from scaling_runs import single_presets
+from scaling_runs.bench import COLUMNS, KEY, Bench, Point, Shape, compile_task, fits
 from scaling_runs.compiling import compile_only, gpu_target
 from scaling_runs.implementations import SOFTMAX, implementations
 from scaling_runs.machine import RESULTS, describe_machine
+from scaling_runs.measure import POINT_SECONDS
 from scaling_runs.rows import RowStore, format_table
 
-SHOWN = ("variant", "direction", "T", "impl", "impl_version", *COLUMNS[15:])
+SHOWN = ("variant", "direction", "B", "T", "H", "HV", "V", *COLUMNS[13:22], "note")
 VARIANTS = ("linear_attn", "simple_gla", "gla", "gated_delta_rule", "kda", "hgrn", SOFTMAX)
 TOKENS = (1024, 4096, 16384, 65536, 262144)
 DIRECTIONS = ("fwd", "fwdbwd")
@@ -43,16 +49,26 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = (*variant_names(), SOFTMAX)
-    names = ("ours", "fla", "torch_compile", "sdpa")
-    parser.add_argument("--variants", type=_names(known), default=VARIANTS)
+    names = ("ours", "fla", "flashqla", "torch_compile", "sdpa")
+    parser.add_argument(
+        "--preset", choices=single_presets.PRESETS, help="its own batch, tokens, heads and size"
+    )
+    parser.add_argument("--variants", type=names_among(known), default=VARIANTS)
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="comma-separated T")
-    parser.add_argument("--directions", type=_names(DIRECTIONS), default=DIRECTIONS)
-    parser.add_argument("--impl", type=_names(names), default=names)
+    parser.add_argument("--directions", type=names_among(DIRECTIONS), default=DIRECTIONS)
+    parser.add_argument("--impl", type=names_among(names), default=names)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--value-heads", type=int, default=0, help="where --heads are groups")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--size", type=int, default=128, help="K and V")
     parser.add_argument("--seconds", type=float, help="start no measurement after this time")
+    parser.add_argument(
+        "--point-seconds",
+        type=float,
+        default=POINT_SECONDS,
+        help="calls of more than 40 ms are repeated less often, to about this time a point",
+    )
     parser.add_argument("--again", action="store_true", help="also measure what this run has")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile our kernels")
     parser.add_argument("--compile-only", action="store_true", help="compile ours, run nothing")
@@ -69,7 +85,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+def names_among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reads comma-separated names, all of which must be known."""
+
     def convert(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
         unknown = [name for name in names if name not in known]
@@ -86,37 +104,48 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in text.split(","))
 
 
-def shapes(options: argparse.Namespace) -> list[list[Shape]]:
-    """Shapes by length, then variant, so that a short run has every variant; one list for all
-    directions of a call."""
-    size = options.size
+def points(options: argparse.Namespace) -> list[Point]:
+    """By length, then variant, so that a short run has every variant; or those of a preset."""
+    if options.preset is not None:
+        given = (options.directions, options.variants, options.impl, options.dtype)
+        return single_presets.points(options.preset, *given)
+    batch, heads, size = options.batch, options.heads, options.size
+    rest = (heads, size, size, options.dtype, options.value_heads)
     return [
-        [
-            Shape(variant, d, options.batch, tokens, options.heads, size, size, options.dtype)
-            for d in options.directions
-        ]
+        Point(
+            tuple(Shape(variant, d, batch, tokens, *rest) for d in options.directions),
+            tuple(options.impl),
+        )
         for tokens in options.tokens
         for variant in options.variants
     ]
+
+
+def compile_all(options: argparse.Namespace) -> int:
+    """Compile our kernels of every point; 1 if one failed."""
+    wanted = [
+        {shape: ["ours"] for shape in point.shapes if fits(shape, "ours")}
+        for point in points(options)
+        if "ours" in point.impls
+    ]
+    tasks = [task for work in wanted if (task := compile_task(work)) is not None]
+    return int(compile_only(tasks, ("cuda", options.target), options.jobs, options.seconds) > 0)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure everything that the options ask for."""
     options = parse(words)
     if options.compile_only:
-        every = [
-            {shape: ["ours"] for shape in group if fits(shape, "ours")} for group in shapes(options)
-        ]
-        tasks = [task for work in every if (task := compile_task(work)) is not None]
-        return int(compile_only(tasks, ("cuda", options.target), options.jobs, options.seconds) > 0)
+        return compile_all(options)
     if not torch.cuda.is_available():
         print("single_gpu.py needs a CUDA device", file=sys.stderr)
         return 2
     begin = time.perf_counter()
     machine = describe_machine(options.commit)
     store = RowStore(options.results / f"single_gpu_{machine.slug}.csv", COLUMNS, KEY)
-    bench = Bench(implementations(options.lift_fla_guard), store, machine)
-    pending = [work for group in shapes(options) if (work := bench.work_of(group, options))]
+    every = implementations(options.lift_fla_guard)
+    bench = Bench(every, store, machine, limit_s=options.point_seconds)
+    pending = [work for point in points(options) if (work := bench.work_of(point, options))]
     tasks = {i: task for i, work in enumerate(pending) if (task := compile_task(work)) is not None}
     left = 0
     with CompilePool(list(tasks.values()), gpu_target(), options.jobs) as pool:

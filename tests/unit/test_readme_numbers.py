@@ -33,7 +33,8 @@ def rows() -> dict[tuple[str, str, str], dict[str, str]]:
         return {
             (row["variant"], row["direction"], row["impl"]): row
             for row in csv.DictReader(file)
-            if row["T"] == TOKENS
+            if (row["B"], row["T"], row["H"], row["V"]) == ("1", TOKENS, "32", "128")
+            and not row.get("HV")
         }
 
 

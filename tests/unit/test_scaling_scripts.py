@@ -17,6 +17,8 @@ PROGRAMS = (
     "check_gpu.py",
     "single_gpu.py",
     "profile_kernels.py",
+    "limits.py",
+    "report_single.py",
     "host_time.py",
     "virtual_ranks.py",
 )
@@ -28,6 +30,7 @@ from scaling_runs import (  # noqa: E402
     check_case,
     check_gpu,
     implementations,
+    limits,
     measure,
     plain_chunk,
     profile_kernels,
@@ -44,7 +47,7 @@ MACHINE = Machine("2026-01-02", "abc", "Some GPU", "2.0", "3.0")
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings without a GPU: those of a call are made up."""
 
-    def made_up(call: measure.Call) -> measure.Timing:
+    def made_up(call: measure.Call, limit_s: float) -> measure.Timing:
         call()
         return measure.Timing(2.0, 1.9, 2.1, 30.0, 100.0)
 
@@ -63,7 +66,7 @@ def test_help(program: str) -> None:
 
 
 @no_gpu
-@pytest.mark.parametrize("main", [check_gpu.main, single_gpu.main])
+@pytest.mark.parametrize("main", [check_gpu.main, single_gpu.main, limits.main])
 def test_a_gpu_is_asked_for(main, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     assert main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
@@ -81,6 +84,8 @@ def test_profile_asks_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         (check_gpu.parse, ["--dtypes", "int8"], "int8 is not among"),
         (single_gpu.parse, ["--impl", "ours,theirs"], "theirs is not among"),
         (single_gpu.parse, ["--tokens", "many"], "invalid"),
+        (single_gpu.parse, ["--preset", "all"], "invalid choice"),
+        (limits.parse, ["--impl", "sdpa"], "sdpa is not among"),
         (profile_kernels.parse, ["nothing"], "invalid choice"),
     ],
 )
@@ -285,7 +290,7 @@ def test_measured_rows(variant: str, tmp_path: Path, here: None) -> None:
     header = (tmp_path / "single.csv").read_text().splitlines()[0]
     assert header == (
         "date,commit,gpu,torch,triton,variant,direction,B,T,H,K,V,dtype,impl,impl_version,plan,"
-        "median_ms,p20_ms,p80_ms,host_us,peak_mib,rel_err"
+        "median_ms,p20_ms,p80_ms,host_us,peak_mib,rel_err,HV,note"
     )
     forward, both = runs.store.rows()
     assert forward["direction"] == "fwd" and both["direction"] == "fwdbwd"
@@ -316,7 +321,7 @@ def test_unavailable_and_failing_implementations_leave_no_row(
 
 def test_shapes_come_by_length() -> None:
     options = single_gpu.parse(["--tokens", "64,128", "--variants", "gla,kda"])
-    groups = single_gpu.shapes(options)
+    groups = [point.shapes for point in single_gpu.points(options)]
     assert [(g[0].T, g[0].variant) for g in groups] == [
         (64, "gla"),
         (64, "kda"),
