@@ -7,12 +7,12 @@
     TRITON_INTERPRET=1 python scaling_runs/virtual_bits.py --rehearse --points 2x40 --repeats 2 \\
         --variants gla --results some/folder                         in the interpreter
 
-A point is W x tokens of a rank; 1000 is no whole number of chunks. Forward and backward of the whole
-sequence run over W virtual ranks; output and all gradients are compared with the unsharded operator
-in float64 under the bounds of DESIGN section 8 (over the tensor and in every chunk), and every
-further run with the first one, bit by bit. The first run has uninitialised memory filled with NaN.
-`used` is the largest share of a bound, `worst` where it is; `ok` wants it within 1 and all runs the
-same. Rows go to scaling_runs/results/virtual_bits_<gpu>.csv point by point; rows of the present
+A point is W x tokens of a rank; 1000 is no whole number of chunks. Forward and backward of the
+whole sequence run over W virtual ranks. Output and all gradients are compared with the unsharded
+operator in float64 under the bounds of DESIGN section 8, over the tensor and in every chunk; every
+further run with the first one, bit by bit. The first run has uninitialised memory full of NaN.
+`used` is the largest share of a bound, `worst` where it is; `ok` wants it within 1, and all runs
+the same. Rows go to scaling_runs/results/virtual_bits_<gpu>.csv point by point; rows of the present
 commit are not made again. The status is 1 if a row is not ok, 3 if the time was up first.
 """
 
