@@ -27,13 +27,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
 
 from flexla_dist.comm.device.workspace import INTERPRETED
 from flexla_dist.comm.strategies import STRATEGIES
 from flexla_dist.spec.variants import get_variant, variant_names
-from flexla_dist.testing.budget import BOUNDS, measure
-from flexla_dist.testing.inputs import CallInputs, make_inputs
+from flexla_dist.testing.inputs import make_inputs
 from flexla_dist.testing.poison import poisoned_memory
 from scaling_runs.compiling import CompileCount, compile_only, gpu_target
 from scaling_runs.machine import RESULTS, Machine, describe_machine
@@ -46,7 +44,8 @@ from scaling_runs.virtual_compile import (
     signature_for,
     task_of,
 )
-from scaling_runs.virtual_run import Outcome, VirtualRanks
+from scaling_runs.virtual_judge import differs, judge, reference
+from scaling_runs.virtual_run import VirtualRanks
 from scaling_runs.weak_cases import compiled
 
 KEY = ("gpu", "variant", "W", "T", "B", "H", "K", "V", "dtype", "strategy")
@@ -138,45 +137,12 @@ class Case:
                 exchanger.check()
         exchanger.check()
         wrong = [n + 1 for n, x in enumerate(torch.stack(differ).tolist() if differ else ()) if x]
-        found = self._errors(first)
+        errors = judge(first, self.want, self.call, self.options.dtype)
+        found: dict[str, object] = {**errors.ratios, "used": errors.used, "worst": errors.worst}
         same = "same" if not wrong else f"DIFFERENT from run {wrong[0]} on, {len(wrong)} runs"
-        good = float(str(found["used"])) <= 1.0 and not wrong
+        good = errors.good and not wrong
         found |= {"runs": self.options.repeats, "same_bits": same, "ok": "yes" if good else "NO"}
         return found | {"seconds": time.perf_counter() - begin}
-
-    def _errors(self, first: Outcome) -> dict[str, object]:
-        """Error of every result, and the largest share of a bound."""
-        bounds, errors, used, worst = BOUNDS[self.options.dtype], dict[str, float](), -1.0, ""
-        got = {"o": first.output, **{f"d{name}": x for name, x in first.gradients.items()}}
-        for name, x in got.items():
-            report = measure(x, self.want[name], dim=None if name[1:] in self.call.params else 1)
-            bound = bounds.of(name)
-            share = max(report.ratio / bound, report.worst_chunk / (3 * bound))
-            if not share <= used:  # NaN is worst
-                used, worst = share, f"{name} chunk {report.chunk_index}"
-            column = "dparams" if name[1:] in self.call.params else name
-            errors[column] = max(errors.get(column, 0.0), report.ratio)
-        return {**errors, "used": used, "worst": worst}
-
-
-def reference(op: object, call: CallInputs, seed: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of the unsharded operator in float64."""
-    exact = call.to(torch.float64)
-    output = op(**exact.inputs, **exact.params, **exact.scalars, executor="torch")[0]  # type: ignore[operator]
-    leaves = {**exact.inputs, **exact.params}
-    grads = torch.autograd.grad(output, list(leaves.values()), seed.double())
-    found = {f"d{name}": x for name, x in zip(leaves, grads, strict=True)}
-    return {"o": output.detach(), **found}
-
-
-def differs(a: Outcome, b: Outcome) -> Tensor:
-    """Whether a bit differs, on the device: NaN is equal to itself."""
-    kinds = {2: torch.int16, 4: torch.int32}
-    pairs = [(a.output, b.output)]
-    pairs += [(x, b.gradients[name]) for name, x in a.gradients.items()]
-    return torch.stack(
-        [(x.view(kinds[x.itemsize]) != y.view(kinds[y.itemsize])).any() for x, y in pairs]
-    ).any()
 
 
 def compile_ahead(options: argparse.Namespace) -> int:

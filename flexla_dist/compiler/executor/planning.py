@@ -238,7 +238,8 @@ class Planner(LaunchPlanner):
         if not self.pauses or self.forward:
             return list(kernels)
         at = next(i for i, built in enumerate(kernels) if built.kernel.kind == "reverse")
-        needed, first, later = set(kernels[at].kernel.loads), [kernels[at]], []
+        needed, first = set(kernels[at].kernel.loads), [kernels[at]]
+        later: list[Built] = []
         for built in reversed(kernels[:at]):
             if needed.intersection(_made_by(built)):
                 needed.update(built.kernel.loads)
@@ -249,7 +250,8 @@ class Planner(LaunchPlanner):
 
     def _run_ahead(self, loop: Built) -> None:
         """Kernels that need nothing of a loop, before the states that enter it are there."""
-        waiting, later = _made_by(loop), []
+        waiting = _made_by(loop)
+        later: list[Built] = []
         for built in self.coming:
             if built.kernel.kind in ("chunk", "scan") and not waiting.intersection(
                 built.kernel.loads
