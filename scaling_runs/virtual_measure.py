@@ -12,6 +12,7 @@ import triton
 
 from flexla_dist.comm.chooser.heap_transport import timed
 from flexla_dist.comm.device_exchange import DeviceExchanger
+from flexla_dist.errors import FlexlaError
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import CallInputs, make_inputs
 from scaling_runs.virtual_judge import Results, differs, first_heads, judge, reference
@@ -109,7 +110,7 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
             call()
         graph.replay()
         torch.cuda.synchronize()
-    except RuntimeError as why:
+    except (RuntimeError, FlexlaError) as why:
         print(f"no graph, timed from the host: {str(why).splitlines()[0][:200]}", flush=True)
         return None
     return graph
