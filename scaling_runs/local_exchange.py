@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 """Measures links, rates and exchanges of virtual ranks on one GPU, and compares the predictions.
 
-    python scaling_runs/local_exchange.py                        about two minutes on a GPU
+    python scaling_runs/local_exchange.py --compile-only --jobs 2   kernels ahead, without a GPU
+    python scaling_runs/local_exchange.py --seconds 60           on a GPU
     python scaling_runs/local_exchange.py --ranks 4 --kinds dense --heads 32
     TRITON_INTERPRET=1 python scaling_runs/local_exchange.py --rehearse --ranks 2,3 --heads 1 \\
         --size 16 --results some/folder                          in the interpreter, without a GPU
 
 Messages between virtual ranks of one launch are timed as the chooser times links, products as the
 kernels of an exchange make them. Then exchanges alone, replayed from a graph, with every cut
-crossed and with none: the difference is what the chooser predicts. Links go to
+crossed and with none: the difference is what the chooser predicts. `hop_us` is that of a chain for
+each of its W - 1 hops, `mib_hop` what a rank sends to another one in one message of all heads. The
+values of an option come in the order of their importance; rows of the present commit are not
+measured again. Links go to
 scaling_runs/results/local_links_<gpu>.json, rows to local_exchange_<gpu>.csv; the table has
 measured and predicted microseconds side by side, also of rows of virtual_ranks.py where there are
 some, and is printed again by `python -m scaling_runs.model --local-heap --host <gpu>`. With --check
@@ -22,8 +26,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,17 +41,26 @@ from flexla_dist.comm.chooser.heap_transport import (
     measure_kernel_rates,
 )
 from flexla_dist.comm.chooser.links import Link
+from flexla_dist.comm.chooser.payload import Payload
 from flexla_dist.comm.chooser.report import link_line, rates_line, section
 from flexla_dist.comm.device.workspace import INTERPRETED
-from flexla_dist.comm.device_exchange import DeviceExchanger, Span, SpanState
+from flexla_dist.comm.device_exchange import DeviceExchanger, Span, SpanState, signature_of
 from flexla_dist.comm.heaps import LocalHeap, make_heap
 from flexla_dist.comm.topology import SAME_PROCESS
+from scaling_runs.compiling import CompileCount, gpu_target
 from scaling_runs.machine import RESULTS, describe_machine
 from scaling_runs.model.local_heap import Device, exchange_rows, report
+from scaling_runs.virtual_compile import (
+    Exchanged,
+    compile_records,
+    exchange_records,
+    link_launches,
+)
 
 STRATEGIES = ("chain", "log_scan", "all_gather")
 KINDS = ("none", "scalar", "rows", "full", "dense")
-IN_A_GRAPH, REPLAYS = 10, 30
+IN_A_GRAPH, REPLAYS, MOST_REPLAYS = 10, 8, 30
+STEADY = 0.04  # replays whose 20th and 80th percentile are so near each other are enough
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -56,9 +70,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated")
     parser.add_argument("--kinds", default="scalar,dense", help="kinds of M, comma-separated")
-    parser.add_argument("--ranks", default="2,4,8", help="virtual ranks, comma-separated")
-    parser.add_argument("--heads", default="1,8,32,128", help="heads times rows, comma-separated")
+    parser.add_argument("--ranks", default="4,8,2", help="virtual ranks, comma-separated")
+    parser.add_argument("--heads", default="32,8,128,1", help="heads times rows, comma-separated")
     parser.add_argument("--size", type=int, default=128, help="K and V, default 128")
+    parser.add_argument("--seconds", type=float, help="start no measurement after this time")
+    parser.add_argument("--again", action="store_true", help="also rows of the present commit")
+    parser.add_argument("--compile-only", action="store_true", help="compile kernels, run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--rehearse", action="store_true", help="tiny, without a GPU")
     parser.add_argument("--check", action="store_true", help="fail where a prediction is wrong")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the files")
@@ -116,7 +134,7 @@ def samples(call: Callable[[], object], device: torch.device) -> list[float]:
         for _ in range(IN_A_GRAPH):
             call()
     times = []
-    for _ in range(REPLAYS):
+    while len(times) < REPLAYS or (len(times) < MOST_REPLAYS and not steady(times)):
         begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin_event.record()
         graph.replay()
@@ -126,30 +144,96 @@ def samples(call: Callable[[], object], device: torch.device) -> list[float]:
     return times
 
 
-def measure_exchanges(options: argparse.Namespace, device: torch.device) -> None:
-    """Rows of all exchanges that the options name."""
+def steady(times: Sequence[float]) -> bool:
+    """Whether further samples would hardly move the median."""
+    fifths = statistics.quantiles(times, n=5)
+    return fifths[3] - fifths[0] <= STEADY * statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An exchange of `heads` heads between `ranks` virtual ranks."""
+
+    kind: str
+    heads: int
+    ranks: int
+    strategy: str
+
+    @property
+    def columns(self) -> dict[str, object]:
+        """As columns of a row."""
+        return {"kind": self.kind, "heads": self.heads, "W": self.ranks, "strategy": self.strategy}
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """All that the options name; first those whose values are named first."""
+    axes = [
+        options.kinds.split(","),
+        [int(word) for word in options.heads.split(",")],
+        [int(word) for word in options.ranks.split(",")],
+        options.strategies.split(","),
+    ]
+    places = sorted(product(*(range(len(axis)) for axis in axes)), key=sum)
+    return [Case(*(axis[i] for axis, i in zip(axes, place, strict=True))) for place in places]
+
+
+def measure_exchanges(
+    options: argparse.Namespace, device: torch.device, until: float | None
+) -> None:
+    """Rows of all exchanges that the options name, until a time of the clock."""
     machine = describe_machine(options.commit)
     store = exchange_rows(options.results, machine.slug)
-    for ranks in map(int, options.ranks.split(",")):
-        heap = LocalHeap(ranks, device)
-        for kind in options.kinds.split(","):
-            for heads in map(int, options.heads.split(",")):
-                spans = spans_of(kind, heads, options.size, ranks, device)
-                for strategy in options.strategies.split(","):
-                    exchanger = DeviceExchanger(heap, strategy, timeout=20.0)
-                    calls = {
-                        crossing: partial(exchanger.prefix_all, spans, [crossing] * (ranks - 1))
-                        for crossing in (False, True)
-                    }
-                    found = {c: samples(call, device) for c, call in calls.items()}
-                    exchanger.check()
-                    fifths = statistics.quantiles(found[True], n=5)
-                    row = machine.columns() | {"kind": kind, "heads": heads, "K": options.size}
-                    row |= {"W": ranks, "strategy": strategy}
-                    row |= {"median_us": statistics.median(found[True]), "p20_us": fifths[0]}
-                    row |= {"p80_us": fifths[3], "apart_us": statistics.median(found[False])}
-                    store.put(row)
-        heap.close()
+    left = []
+    for case in cases(options):
+        name = {**machine.columns(), **case.columns, "K": options.size}
+        known = store.get(name)
+        if options.again or known is None or not machine.measured_same_code(known):
+            left.append((case, name))
+    heaps: dict[int, LocalHeap] = {}
+    for number, (case, name) in enumerate(left):
+        if until is not None and time.perf_counter() > until:
+            print(f"time is up: {len(left) - number} exchanges left", flush=True)
+            break
+        heap = heaps.setdefault(case.ranks, LocalHeap(case.ranks, device))
+        row = store.put(name | measure_one(case, options.size, heap))
+        shown = (*case.columns, "median_us", "apart_us", "hop_us")
+        print(" ".join(f"{n}={row[n]}" for n in shown if row[n]), flush=True)
+
+
+def measure_one(case: Case, size: int, heap: LocalHeap) -> dict[str, object]:
+    """Columns of an exchange alone."""
+    spans = spans_of(case.kind, case.heads, size, case.ranks, heap.device)
+    exchanger = DeviceExchanger(heap, case.strategy, timeout=20.0)
+    found = {
+        crossing: samples(
+            partial(exchanger.prefix_all, spans, [crossing] * (case.ranks - 1)), heap.device
+        )
+        for crossing in (False, True)
+    }
+    exchanger.check()
+    fifths = statistics.quantiles(found[True], n=5)
+    median, apart = (statistics.median(found[crossing]) for crossing in (True, False))
+    payload = Payload.of_heads(case.kind, case.heads, size, size)
+    chain = case.strategy == "chain"
+    sent = payload.state if chain else payload.element
+    return {
+        "median_us": median,
+        "p20_us": fifths[0],
+        "p80_us": fifths[3],
+        "apart_us": apart,
+        "hop_us": (median - apart) / (case.ranks - 1) if chain else None,
+        "mib_hop": sent / 2**20,
+    }
+
+
+def compile_ahead(options: argparse.Namespace) -> int:
+    """Every kernel that is launched, into Triton's cache; how many failed."""
+    exchanges = []
+    for case in cases(options):
+        [span] = spans_of(case.kind, case.heads, options.size, 1, torch.device("cpu"))
+        exchanges.append(Exchanged(signature_of(span, False), case.strategy, case.ranks))
+    records = [*link_launches(), *exchange_records(exchanges)]
+    return compile_records(records, gpu_target(), options.jobs, options.seconds)
 
 
 def measure_device(options: argparse.Namespace, device: torch.device) -> Device:
@@ -177,6 +261,10 @@ def rehearsed_link(rank: int, size: int) -> Link:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, write, print."""
     options = parse(words)
+    if options.compile_only:
+        return int(compile_ahead(options) > 0)
+    begin = time.perf_counter()
+    until = None if options.seconds is None else begin + options.seconds
     if not options.rehearse and not torch.cuda.is_available():
         print("local_exchange.py needs a CUDA device; --rehearse needs none", file=sys.stderr)
         return 2
@@ -184,13 +272,16 @@ def main(words: Sequence[str] | None = None) -> int:
         print("local_exchange.py: --rehearse needs TRITON_INTERPRET=1", file=sys.stderr)
         return 2
     device = torch.device("cpu" if options.rehearse else "cuda")
+    count = CompileCount()
     slug = describe_machine(options.commit).slug
     known = measure_device(options, device)
     print(known.keep(options.results, slug))
     lines = [link_line("device", SAME_PROCESS, known.link), rates_line(known.rates)]
     lines.append(f"panel: {1e9 * known.link.panel_beta:.4g} ns a byte")
     print(section("Virtual ranks of one device", lines), flush=True)
-    measure_exchanges(options, device)
+    measure_exchanges(options, device, until)
+    spent = time.perf_counter() - begin
+    print(f"{spent:.0f} s, kernels found {count.found}, compiled here {count.compiled}")
     text, good = report(options.results, slug)
     print(f"\n{text}", flush=True)
     return 1 if options.check and not good else 0

@@ -31,7 +31,8 @@ States = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Output and input gradients of the whole sequence, ranks joined along T."""
+    """Output and gradients of the whole sequence: ranks joined along T, those of parameters added
+    up in the order of the ranks."""
 
     output: Tensor
     gradients: dict[str, Tensor]
@@ -190,10 +191,10 @@ class VirtualRanks:
         forward, entering = self.forward_with_states(exchanger)
         grads = self.backward(exchanger, forward, entering, self.seeds(seed))
         output = torch.cat([ran.output for ran in forward], 1)
-        return Outcome(
-            output,
-            {name: torch.cat([g.inputs[name] for g in grads], 1) for name in self.call.inputs},
-        )
+        found = {name: torch.cat([g.inputs[name] for g in grads], 1) for name in self.call.inputs}
+        for name in self.call.params:
+            found[name] = torch.stack([g.params[name] for g in grads]).sum(0)
+        return Outcome(output, found)
 
     def forward_with_states(
         self, exchanger: DeviceExchanger

@@ -29,7 +29,9 @@ from triton.runtime.jit import create_function_from_signature
 from flexla_dist.assembler import assembling
 from flexla_dist.compiler.executor.bind import bind
 from flexla_dist.compiler.executor.launch import interpreting
+from flexla_dist.compiler.executor.planned_launches import Heads
 from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.executor.results import ForwardResult
 from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor
 from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.errors import ExecutorError
@@ -83,7 +85,8 @@ class HasGraphs(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LaunchRecord:
-    """One launch to compile; equal keys compile to the same binary."""
+    """One launch to compile; equal keys compile to the same binary. sound: it is launched
+    inside of `assembling`."""
 
     direction: str
     kernel: str
@@ -91,15 +94,19 @@ class LaunchRecord:
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     key: str
+    sound: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class CompileTask:
-    """A call whose kernels are wanted: its tensors may have no memory."""
+    """A call whose kernels are wanted: its tensors may have no memory. groups: of heads of a call
+    that stops where states cross ranks (see `open_forward`), whose kernels come beside those of the
+    call that does not; () for the latter alone."""
 
     graphs: Graphs
     problem: Problem
     directions: tuple[str, ...] = DIRECTIONS
+    groups: tuple[Heads, ...] = ()
 
 
 class _Noted:
@@ -206,14 +213,33 @@ def record_launches(task: CompileTask, direction: str, shrink: int = 0) -> list[
     if direction not in DIRECTIONS:
         raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
     executor = _RecordingExecutor(task.graphs)
-    entry = task.problem.zero_state()
+    groups = ((), task.groups) if task.groups else ((),)
     executor.shrink = shrink if direction == "forward" else 0
-    result = executor.forward(task.problem, entry)
+    results = [_forward(executor, task.problem, heads) for heads in groups]
     if direction == "backward":
         executor.shrink, executor.records = shrink, {}
-        gradient = torch.empty_like(result.output)
-        executor.backward(task.problem, result.saved, entry, gradient, entry)
+        for heads, result in zip(groups, results, strict=True):
+            _backward(executor, task.problem, heads, result)
     return list(executor.records.values())
+
+
+def _forward(
+    executor: TritonExecutor, problem: Problem, groups: tuple[Heads, ...]
+) -> ForwardResult:
+    """A call that stops where states cross ranks, if there are groups."""
+    entry = problem.zero_state()
+    opened = executor.open_forward(problem, entry, groups) if groups else None
+    return executor.forward(problem, entry, opened)
+
+
+def _backward(
+    executor: TritonExecutor, problem: Problem, groups: tuple[Heads, ...], ran: ForwardResult
+) -> None:
+    entry, gradient = problem.zero_state(), torch.empty_like(ran.output)
+    opened = None
+    if groups:
+        opened = executor.open_backward(problem, ran.saved, entry, gradient, groups)
+    executor.backward(problem, ran.saved, entry, gradient, entry, opened)
 
 
 def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> CompiledInfo:
@@ -232,7 +258,7 @@ def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> Compi
             keywords["MODE"] = "ieee"
     keywords |= {"debug": function.debug or False, "instrumentation_mode": ""}
     binder = create_function_from_signature(function.signature, function.params, backend)
-    with assembling(int(arch) if kind == "cuda" else 0) as sound:
+    with assembling(int(arch) if kind == "cuda" and launch.sound else 0) as sound:
         keywords |= sound
         bound, specialization, options = binder(*launch.arguments, **keywords)
         options, signature, constants, attributes = function._pack_args(

@@ -29,7 +29,7 @@ from scaling_runs.weak_cases import compiled
 WITHIN = 0.25
 EXCHANGE_COLUMNS = (
     *("date", "commit", "gpu", "torch", "triton", "kind", "heads", "K", "W", "strategy"),
-    *("median_us", "p20_us", "p80_us", "apart_us"),
+    *("median_us", "p20_us", "p80_us", "apart_us", "hop_us", "mib_hop"),
 )
 EXCHANGE_KEY = ("gpu", "kind", "heads", "K", "W", "strategy")
 ALONE = (

@@ -3,6 +3,7 @@ not stop."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from flexla_dist.compiler.executor.element import SpanMap
+from flexla_dist.compiler.executor.planning import Planner
 from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.executor.triton_run import Launch, Pause
 from flexla_dist.errors import ExecutorError
 from flexla_dist.ops.op import LinearAttentionOp
 
@@ -100,6 +103,51 @@ def test_stopped_and_completed(name: str, case: Case) -> None:
         close({**grads.inputs, **grads.params}[key], want)
     for got, want in zip(grads.entry, want_grads.entry, strict=True):
         close(got, want)
+
+
+def kernels_by_pause(steps: Sequence[Any]) -> dict[str, list[str]]:
+    """Names of the kernels that are launched before the pauses of each name, and at the end."""
+    found: dict[str, list[str]] = {}
+    here: list[str] = []
+    for step in steps:
+        if isinstance(step, Launch):
+            here.append(step.function.__name__)
+        elif isinstance(step, Pause):
+            found.setdefault(step.at, []).extend(here)
+            here = []
+    return {**found, "end": here}
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 1), (1, 1))], ids=["at once", "groups"])
+@pytest.mark.parametrize("name", ["linear_attn_normalized", "simple_gla", "gated_delta_rule"])
+def test_the_exchange_of_backward_does_not_wait_for_states(
+    name: str, groups: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What brings states back runs beside the exchange, unless what is exchanged needs them; the
+    results have the bits of kernels in the order of the schedule."""
+    case = Case(80, batch=2, K=16, V=16, chunk_size=16, segment=2)
+    call = make_call(name, case)
+
+    def results() -> tuple[dict[str, list[str]], list[Tensor]]:
+        op = operator(name, case)
+        executor: Any = op.executor("triton")
+        problem = bound(op, case, call, double=False)
+        entry, grad_exit = random_states(problem, 1), random_states(problem, 2)
+        opened = executor.open_forward(problem, problem.zero_state(), groups)
+        done = executor.forward(problem, entry, opened)
+        gradient = torch.randn(done.output.shape, generator=torch.Generator().manual_seed(3))
+        opened = executor.open_backward(problem, done.saved, entry, gradient, groups)
+        found = executor.backward(problem, done.saved, entry, gradient, grad_exit, opened)
+        tensors = [*found.inputs.values(), *found.params.values(), *found.entry]
+        return kernels_by_pause(opened.run.plan.steps), tensors
+
+    order, got = results()
+    scan, needed = f"{name}_scan", name == "linear_attn_normalized"
+    assert (scan in order["summary"]) == needed and (scan in order["entry"]) != needed
+    monkeypatch.setattr(Planner, "_in_order", lambda self, kernels: list(kernels))
+    before, want = results()
+    assert scan in before["summary"]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_entry_is_not_read_before_it_is_needed() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from flexla_dist.compiler.executor import between
 from flexla_dist.compiler.executor import fold_kernel as hand
@@ -49,7 +49,7 @@ class Planner(LaunchPlanner):
         if self.num_chunks == 0:
             self._nothing_to_do()
         else:
-            self.coming = list(self.executor.built(self.direction, self.uneven))
+            self.coming = self._in_order(self.executor.built(self.direction, self.uneven))
             while self.coming:
                 self._add_kernel(self.coming.pop(0))
         self._add_results()
@@ -232,15 +232,33 @@ class Planner(LaunchPlanner):
 
         self.rooms.events.append(Event(rooms, make))
 
+    def _in_order(self, kernels: Sequence[Built]) -> list[Built]:
+        """As the schedule has them. Where backward pauses, what its first pass does not need comes
+        after the loop, to run beside the exchange: mostly the scan that brings states back."""
+        if not self.pauses or self.forward:
+            return list(kernels)
+        at = next(i for i, built in enumerate(kernels) if built.kernel.kind == "reverse")
+        needed, first = set(kernels[at].kernel.loads), [kernels[at]]
+        later: list[Built] = []
+        for built in reversed(kernels[:at]):
+            if needed.intersection(_made_by(built)):
+                needed.update(built.kernel.loads)
+                first.insert(0, built)
+            else:
+                later.insert(0, built)
+        return [*first, *later, *kernels[at + 1 :]]
+
     def _run_ahead(self, loop: Built) -> None:
         """Kernels that need nothing of a loop, before the states that enter it are there."""
-        waiting = {*loop.kernel.carried, *loop.kernel.stores.values()}
-        later = []
+        waiting = _made_by(loop)
+        later: list[Built] = []
         for built in self.coming:
-            if built.kernel.kind == "chunk" and not waiting.intersection(built.kernel.loads):
+            if built.kernel.kind in ("chunk", "scan") and not waiting.intersection(
+                built.kernel.loads
+            ):
                 self._add_kernel(built)
             else:
-                waiting.update(built.kernel.stores.values())
+                waiting |= _made_by(built)
                 later.append(built)
         self.coming = later
 
@@ -332,3 +350,8 @@ class Planner(LaunchPlanner):
         if found is None:
             return self.rooms.compute(torch.zeros_like, self.memory[f"{name}_ptr"])
         return self.rooms.compute(partial(between.param_sum, dtype=x.dtype), found)
+
+
+def _made_by(built: Built) -> set[fx.Node]:
+    """Values that a kernel stores, and the states that it carries."""
+    return {*built.kernel.carried, *built.kernel.stores.values()}
