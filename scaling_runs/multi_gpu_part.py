@@ -101,6 +101,7 @@ STEPS: dict[str, Callable[[Part], int]] = {
     "links": multi_gpu_links.links,
     "weak": lambda part: weak(part, part.sizes.weak(part.ranks.world)),
     "weak_more": lambda part: weak(part, part.sizes.weak_more(part.ranks.world)),
+    "other_code": lambda part: weak(part, part.sizes.other_code(part.ranks.world)),
     "long": lambda part: weak(part, part.sizes.long(part.ranks.world)),
     "train": multi_gpu_train.train,
     "killed_device": lambda part: multi_gpu_train.killed(part, "device"),

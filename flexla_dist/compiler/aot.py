@@ -95,11 +95,15 @@ class LaunchRecord:
 
 @dataclass(frozen=True, eq=False)
 class CompileTask:
-    """A call whose kernels are wanted: its tensors may have no memory."""
+    """A call whose kernels are wanted: its tensors may have no memory.
+
+    opened: as a rank of a sequence group makes it, stopping where states cross ranks.
+    """
 
     graphs: Graphs
     problem: Problem
     directions: tuple[str, ...] = DIRECTIONS
+    opened: bool = False
 
 
 class _Noted:
@@ -205,14 +209,17 @@ def record_launches(task: CompileTask, direction: str, shrink: int = 0) -> list[
         )
     if direction not in DIRECTIONS:
         raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
-    executor = _RecordingExecutor(task.graphs)
-    entry = task.problem.zero_state()
+    executor, problem = _RecordingExecutor(task.graphs), task.problem
+    entry = problem.zero_state()
     executor.shrink = shrink if direction == "forward" else 0
-    result = executor.forward(task.problem, entry)
+    opened = executor.open_forward(problem, entry) if task.opened else None
+    result = executor.forward(problem, entry, opened)
     if direction == "backward":
         executor.shrink, executor.records = shrink, {}
-        gradient = torch.empty_like(result.output)
-        executor.backward(task.problem, result.saved, entry, gradient, entry)
+        gradient, saved = torch.empty_like(result.output), result.saved
+        if task.opened:
+            opened = executor.open_backward(problem, saved, entry, gradient)
+        executor.backward(problem, saved, entry, gradient, entry, opened)
     return list(executor.records.values())
 
 
