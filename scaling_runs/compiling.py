@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import triton
@@ -29,15 +30,22 @@ def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: f
 
 
 class CompileCount:
-    """Counts what Triton finds in its cache and what it compiles in this process."""
+    """Counts what Triton finds in its cache and what it compiles in this process, these by name."""
 
     def __init__(self) -> None:
-        self.found = self.compiled = 0
+        self.found = 0
+        self.names: list[str] = []
         triton.knobs.compilation.listener = self
 
-    def __call__(self, *, cache_hit: bool, **_: object) -> None:
+    @property
+    def compiled(self) -> int:
+        """How many were not found."""
+        return len(self.names)
+
+    def __call__(self, *, cache_hit: bool, src: Any = None, **_: object) -> None:
         self.found += cache_hit
-        self.compiled += not cache_hit
+        if not cache_hit:
+            self.names.append(str(getattr(src, "name", "")))
 
 
 def gpu_target() -> Target:

@@ -63,7 +63,7 @@ class Step:
     one_may_die: bool = False
 
 
-STEPS = (  # what tells most first; a run with all kernels in Triton's cache takes about half of this
+STEPS = (  # what tells most first
     Step("compile", 60.0, stall=60.0),
     Step("check", 110.0, stall=45.0, attempts=3),
     Step("weak", 150.0, stall=45.0, attempts=3),

@@ -41,12 +41,12 @@ class Sizes:
     """Sizes of all steps of a run, and the order of work in them.
 
     compiled: variants whose kernels are made ahead. checked: variants that are compared, `leading`
-    ones first; shape: BxHxKxV of that and of the weak grid. check_tokens: of the first rank, each further
-    one has 3 more. timed: variants of the weak grid, `more_timed` come later. wide: its shape with
-    several rows. link_heads: sizes of the states of the link test, in heads of K x K.
-    few, systems: of the weak grid, those that tell most and all; foreign: other people's code, in a
-    step of its own. trained: variants of the training step. seconds: of timed calls a point. timeout: of a rank's
-    wait. engines: that carry states.
+    ones first; shape: BxHxKxV of that and of the weak grid. check_tokens: of the first rank, each
+    further one has 3 more. timed: variants of the weak grid, `more_timed` come later. wide: its
+    shape with several rows. few, systems: of the weak grid, those that tell most and all; foreign:
+    other people's code, in a step of its own. link_heads: sizes of the states of the link test, in
+    heads of K x K. trained: variants of the training step. seconds: of timed calls a point.
+    timeout: of a rank's wait. engines: that carry states.
     """
 
     name: str

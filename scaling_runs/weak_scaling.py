@@ -38,9 +38,9 @@ import torch.distributed as dist
 
 from flexla_dist.comm import nodes_of_ids, nodes_of_size
 from flexla_dist.comm.links import host_name
+from flexla_dist.testing.inputs import CallInputs
 from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import MeshConfig, TrainConfig
-from flexla_dist.testing.inputs import CallInputs
 from flexla_dist.train.launch import LAUNCHERS, Ranks, detect_launcher, start
 from scaling_runs.baselines import Refused, Settings, Traffic, get_system
 from scaling_runs.baselines.device import checked_once

@@ -159,8 +159,8 @@ class IdealAttend:
     """Our own sharded call, chain, whose state is there when it is asked for: by kernels with flags
     set beforehand where they carry states ("device"), else by the host with nothing sent.
 
-    Results are those of wrong states. backend: "auto" takes kernels on a GPU. carriers: of its calls,
-    by device and dtype.
+    Results are those of wrong states. backend: "auto" takes kernels on a GPU. carriers: of its
+    calls, by device and dtype.
     """
 
     op: Any

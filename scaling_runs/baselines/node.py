@@ -36,8 +36,8 @@ from scaling_runs.baselines.shard import (
 class ScanAttend:
     """A callable (inputs, params, scalars) -> output on this rank's shard.
 
-    panels: parts into which the heads are cut, on CPUs. whole_summaries: the last rank in scan order
-    summarises too, though nobody needs what it finds.
+    panels: parts into which the heads are cut, on CPUs. whole_summaries: the last rank in scan
+    order summarises too, though nobody needs what it finds.
     """
 
     op: Any
@@ -74,9 +74,7 @@ class _Call:
             found.append(Shard.bind(attend.op, executor, attend.sharding, some, held, self.scalars))
         return found
 
-    def start(
-        self, shard: Shard, open_call: Callable[[], Any], reverse: bool
-    ) -> tuple[Any, Wait]:
+    def start(self, shard: Shard, open_call: Callable[[], Any], reverse: bool) -> tuple[Any, Wait]:
         """Open the call, summarise and begin the scan; the last rank in scan order only takes part.
         Its call is opened too: what it keeps is then what the other direction goes on from."""
         attend = self.attend
