@@ -236,8 +236,8 @@ class Comparison:
         self._attend = system.prepare(compiled(point.variant), self.sharding, setup.settings)
         sizes = {n: s if not cpu else min(s, 16) for n, s in point.sizes.items()}
         batch = min(point.B, 2)
-        key = (point.variant, self.dtype, setup.device, batch, sum(lengths), point.heads)
-        key = (*key, *sizes.values())
+        call = (point.variant, self.dtype, setup.device, batch, sum(lengths), point.heads)
+        key = (*call, *sizes.values())
         known = {} if known is None else known
         if key not in known:
             known[key] = self._unsharded(point, setup.device, batch, sizes)

@@ -23,7 +23,14 @@ from flexla_dist.comm.engines import Arriving, DeviceEngine, span_of
 from flexla_dist.comm.open_engine import EngineRefused
 from flexla_dist.comm.tag import Tag
 from flexla_dist.parallel import SequenceParallelOp
-from flexla_dist.parallel.engine import BACKENDS, Carrier, DeviceCarrier, Groups, choose_carrier
+from flexla_dist.parallel.engine import (
+    BACKENDS,
+    Carrier,
+    DeviceCarrier,
+    ExchangePlan,
+    Groups,
+    choose_carrier,
+)
 from flexla_dist.parallel.outgoing import Outgoing
 from flexla_dist.parallel.runtime import runtime_of
 from scaling_runs.baselines.shard import Refused, Sharding, Values
@@ -128,7 +135,7 @@ class SetFlagsEngine(DeviceEngine):
 class NothingCarried:
     """A carrier of the host engine's calls: they summarise, and zero enters at once."""
 
-    plan: None = None
+    plan: ExchangePlan | None = None
 
     def groups(self, problem: Any) -> Groups:
         """All heads at once."""
