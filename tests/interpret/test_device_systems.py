@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from flexla_dist.comm.engines import DeviceEngine
+from flexla_dist.ops.op import compile
 from flexla_dist.parallel.engine import DeviceCarrier
+from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -139,6 +141,26 @@ def ideal(rank: int, size: int, backend: str) -> tuple[bool, bool, float]:
 def test_the_ideal_waits_for_nobody(backend: str) -> None:
     for finite, by_kernels, error in run_ranks(ideal, 2, backend, preload=PRELOAD, timeout=200):
         assert finite and by_kernels == (backend == "device") and 0 < error <= 1.0
+
+
+def scans_by_kernels(rank: int, size: int, systems: tuple[str, ...]) -> list[float]:
+    """Largest error of systems that gather elements, with calls of kernels that stop for them."""
+    where, lengths = setup(size), tuple(20 + 3 * r for r in range(size))
+    found = []
+    for variant in ("gated_delta_rule", "simple_gla"):
+        op = compile(get_variant(variant), executor="triton")
+        comparison = Comparison(point("chain_device", variant, size), where, lengths)
+        for name in systems:
+            sharding = Sharding.of(dist.group.WORLD, lengths)
+            comparison._attend = get_system(name).prepare(op, sharding, Settings(panels=1))
+            found.append(max(comparison.errors(comparison.sharded()).values()))
+            assert op.executor(None, where.device, torch.float32).name == "triton"
+    return found
+
+
+def test_baselines_go_on_from_calls_that_stop() -> None:
+    for found in run_ranks(scans_by_kernels, 3, ("lasp2", "lasp2_naive"), preload=PRELOAD):
+        assert len(found) == 4 and all(0 < worst <= 1.0 for worst in found), found
 
 
 def test_engines_of_systems() -> None:
