@@ -86,7 +86,8 @@ def compile_exchanges(
 
 def fingerprint(sizes: Sizes, ranks: int, target: Target) -> str:
     """Changes with all that the kernels depend on."""
-    said = [repr(sizes), str(ranks), f"{target[0]} {target[1]}", triton.__version__, torch.__version__]
+    said = [repr(sizes), str(ranks), triton.__version__, torch.__version__]
+    said.append(f"{target[0]} {target[1]}")
     if target[0] == "cuda":
         said.append(".".join(map(str, assembler().version)))
     files = [*(ROOT / "flexla_dist").rglob("*.py"), *(ROOT / "scaling_runs").glob("*_c*.py")]

@@ -233,6 +233,7 @@ ONE_GPU = replace(  # several processes share it: gloo serves them, and no host 
     tokens=(2048, 4096),
     systems=("chain_device", "log_scan_device", "all_gather_device", *IDEALS),
     few=("chain_device", *IDEALS),
+    foreign=(),
     trained=("gated_delta_rule",),
     train_tokens=512,
     seconds=0.1,
