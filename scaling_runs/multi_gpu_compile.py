@@ -1,12 +1,13 @@
 """Step 0: all kernels of the other steps, compiled side by side into Triton's cache.
 
     python -m scaling_runs.multi_gpu_compile --sizes full --ranks 2 --jobs 32
-    python -m scaling_runs.multi_gpu_compile --sizes full --ranks 2 --prove
+    python -m scaling_runs.multi_gpu_compile --sizes full --ranks 2 --prove --into some/cache
 
 It needs no GPU: with the Triton, PyTorch and TRITON_CACHE_DIR of the run, the run finds them all.
 A note in that folder says that nothing is left to do for these sources, so that the step costs no
 time then. `--prove` launches every call by Triton's own code, stopped before the device, and counts
-what it does not find. What fails here is only told: the step that needs it says more.
+what it does not find; `--into` copies what it found, to be carried to another machine. What fails
+here is only told: the step that needs it says more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import hashlib
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -90,7 +92,8 @@ def fingerprint(sizes: Sizes, ranks: int, target: Target) -> str:
     said.append(f"{target[0]} {target[1]}")
     if target[0] == "cuda":
         said.append(".".join(map(str, assembler().version)))
-    files = [*(ROOT / "flexla_dist").rglob("*.py"), *(ROOT / "scaling_runs").glob("*_c*.py")]
+    files = [*(ROOT / "flexla_dist").rglob("*.py")]
+    files += [ROOT / "scaling_runs" / f"{name}.py" for name in ("multi_gpu_calls", "weak_cases")]
     for path in sorted(files):
         said.append(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}")
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
@@ -114,8 +117,11 @@ def launches(sizes: Sizes, ranks: int) -> Iterator[LaunchRecord]:
             yield from record_launches(task, direction)
 
 
-def prove(sizes: Sizes, ranks: int, target: Target) -> int:
-    """Launch all by Triton's own code, up to the device; how many were not in the cache."""
+def prove(sizes: Sizes, ranks: int, target: Target, into: Path | None) -> int:
+    """Launch all by Triton's own code, up to the device; how many were not in the cache.
+
+    into: a folder for copies of what was found and of the note.
+    """
     place = GPUTarget(*target[:2], target[2] if len(target) == 3 else 32)  # type: ignore[misc]
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -134,6 +140,12 @@ def prove(sizes: Sizes, ranks: int, target: Target) -> int:
         if count.compiled > before:
             print(f"not in the cache: {launch.kernel} {dict(launch.keywords)}"[:300], flush=True)
     print(f"{seen} launches, {count.found} kernels found, {count.compiled} not found", flush=True)
+    if into is not None:
+        for folder in count.folders:
+            shutil.copytree(folder, into / folder.name, dirs_exist_ok=True)
+        note = note_of(sizes, ranks)
+        if note.exists():
+            shutil.copy(note, into)
     return count.compiled
 
 
@@ -150,11 +162,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes that compile")
     parser.add_argument("--until", type=float, help="time (of time.time) to stop at")
     parser.add_argument("--prove", action="store_true", help="only look whether all is there")
+    parser.add_argument(
+        "--into", type=Path, help="with --prove: folder for copies of what is there"
+    )
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     sizes, target = SIZES[options.sizes], gpu_target()
     if options.prove:
-        return int(prove(sizes, options.ranks, target) > 0)
+        return int(prove(sizes, options.ranks, target, options.into) > 0)
     note, known = note_of(sizes, options.ranks), fingerprint(sizes, options.ranks, target)
     if note.exists() and note.read_text() == known:
         print(f"all kernels are there, says {note}")
