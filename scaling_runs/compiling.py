@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -29,15 +31,27 @@ def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: f
 
 
 class CompileCount:
-    """Counts what Triton finds in its cache and what it compiles in this process."""
+    """Counts what Triton finds in its cache and what it compiles in this process, these by name;
+    folders: of the cache, in which all of them are."""
 
     def __init__(self) -> None:
-        self.found = self.compiled = 0
+        self.found = 0
+        self.names: list[str] = []
+        self.folders: set[Path] = set()
         triton.knobs.compilation.listener = self
 
-    def __call__(self, *, cache_hit: bool, **_: object) -> None:
+    @property
+    def compiled(self) -> int:
+        """How many were not found."""
+        return len(self.names)
+
+    def __call__(
+        self, *, cache_hit: bool, src: Any = None, metadata_group: Any = None, **_: object
+    ) -> None:
         self.found += cache_hit
-        self.compiled += not cache_hit
+        self.folders.update(Path(path).parent for path in (metadata_group or {}).values())
+        if not cache_hit:
+            self.names.append(str(getattr(src, "name", "")))
 
 
 def gpu_target() -> Target:

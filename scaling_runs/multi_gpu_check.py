@@ -9,24 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from flexla_dist.comm.heaps import HeapError
 from flexla_dist.comm.heaps.meeting import Meeting
 from flexla_dist.comm.heaps.nvshmem import NvshmemHeap
 from flexla_dist.comm.links import GroupRanks
 from flexla_dist.parallel import check_exchanges, use_heap
-from scaling_runs.baselines import Refused, get_system
+from scaling_runs.baselines import Refused
 from scaling_runs.multi_gpu_ranks import WRONG
-from scaling_runs.weak_cases import Comparison
+from scaling_runs.weak_cases import Comparison, Known
 from scaling_runs.weak_grid import CallShape, Point
 from scaling_runs.weak_scaling import short_text
 
 if TYPE_CHECKING:
     from scaling_runs.multi_gpu_part import Part
+    from scaling_runs.multi_gpu_sizes import Sizes
 
 Found = tuple[float, bool]
-Known = dict[tuple[str, torch.dtype], dict[str, Tensor]]  # unsharded results
+FIRST_STRATEGIES = ("chain", "hierarchical")
 
 
 def check(part: Part) -> int:
@@ -49,22 +49,38 @@ def check_nvshmem(part: Part) -> int:
 
 
 def _check(part: Part, step: str, engines: tuple[str, ...]) -> int:
-    """An engine after the other, so that one which ends the program leaves the other alone."""
+    """What tells most first: see `cases`."""
     wrong = 0
-    want: Known = {}
-    for engine in engines:
-        for variant in part.sizes.checked:
-            for strategy in part.sizes.strategies:
-                name = {"engine": engine, "strategy": strategy, "variant": variant}
-                if part.to_do(step, **name):
-                    wrong += not _case(part, step, name, want)
+    known: Known = {}
+    for name in cases(part.sizes, engines):
+        if part.to_do(step, **name):
+            wrong += not _case(part, step, name, known)
     return WRONG if wrong else 0
 
 
-def _case(part: Part, step: str, name: dict[str, str], want: Known) -> bool:
+def cases(sizes: Sizes, engines: tuple[str, ...]) -> list[dict[str, str]]:
+    """Every engine, variant and strategy once; chain and hierarchical of the leading variants by
+    all engines come first. An engine after the other, so that one which ends the program leaves
+    the other alone."""
+    found = [
+        (engine, variant, strategy)
+        for variants, strategies in (
+            (sizes.leading, [s for s in FIRST_STRATEGIES if s in sizes.strategies]),
+            ((*sizes.leading, *sizes.checked), sizes.strategies),
+        )
+        for engine in engines
+        for variant in variants
+        for strategy in strategies
+        if variant in sizes.checked
+    ]
+    names = ("engine", "variant", "strategy")
+    return [dict(zip(names, case, strict=True)) for case in dict.fromkeys(found)]
+
+
+def _case(part: Part, step: str, name: dict[str, str], known: Known) -> bool:
     """One comparison; False where it is wrong."""
     try:
-        worst, same = _errors(part, name, want)
+        worst, same = _errors(part, name, known)
     except Refused as why:
         part.put(step, "refused", **name, note=short_text(why))
         return True
@@ -89,15 +105,11 @@ def _case(part: Part, step: str, name: dict[str, str], want: Known) -> bool:
     return good
 
 
-def _errors(part: Part, name: dict[str, str], want: Known) -> Found:
+def _errors(part: Part, name: dict[str, str], known: Known) -> Found:
     """This rank's largest error as a multiple of its bound, and whether bits repeat."""
     point = _point(part, name)
     lengths = tuple(part.sizes.check_tokens + 3 * rank for rank in range(point.P))
-    host = get_system(point.system).engine != "device" and part.ranks.device.type == "cpu"
-    dtype = torch.float64 if host else getattr(torch, point.dtype)
-    key = (point.variant, dtype)
-    comparison = Comparison(point, part.setup, lengths, want.get(key))
-    want[key] = comparison.want
+    comparison = Comparison(point, part.setup, lengths, known)
     first, again = comparison.sharded(), comparison.sharded()
     if name["engine"] == "device":
         check_exchanges(part.group)

@@ -1,126 +1,43 @@
 """Step 0: all kernels of the other steps, compiled side by side into Triton's cache.
 
-    python -m scaling_runs.multi_gpu_compile --sizes full --ranks 8 --jobs 32
+    python -m scaling_runs.multi_gpu_compile --sizes full --ranks 2 --jobs 32
+    python -m scaling_runs.multi_gpu_compile --sizes full --ranks 2 --prove --into some/cache
 
-Kernels of operators by `CompilePool`, kernels of the exchange by the launch that warms them. What
-fails here is only told: the step that needs it says more.
+It needs no GPU: with the Triton, PyTorch and TRITON_CACHE_DIR of the run, the run finds them all.
+A note in that folder says that nothing is left to do for these sources, so that the step costs no
+time then. `--prove` launches every call by Triton's own code, stopped before the device, and counts
+what it does not find; `--into` copies what it found, to be carried to another machine. What fails
+here is only told: the step that needs it says more.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import multiprocessing
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
-from flexla_dist.comm import nodes_of_size
-from flexla_dist.comm.device.layout import Layout, Signature
-from flexla_dist.comm.device.plan import Place
-from flexla_dist.comm.device.workspace import Memory, Workspace
-from flexla_dist.comm.device_exchange import signature_of
-from flexla_dist.comm.engines import span_of
-from flexla_dist.compiler.aot import (
-    CompileTask,
-    LaunchRecord,
-    Target,
-    compile_launch,
-    describe_call,
-)
-from flexla_dist.ops.op import compile
-from flexla_dist.spec.variants import get_variant
-from scaling_runs.compiling import compile_only, gpu_target
+from flexla_dist.assembler import assembler, assembling
+from flexla_dist.comm.device.source import Dialect
+from flexla_dist.compiler.aot import LaunchRecord, Target, compile_launch, record_launches
+from flexla_dist.errors import FlexlaError
+from scaling_runs.compiling import CompileCount, compile_only, gpu_target
+from scaling_runs.machine import ROOT
+from scaling_runs.multi_gpu_calls import calls, exchange_launches
 from scaling_runs.multi_gpu_sizes import SIZES, Sizes
-from scaling_runs.weak_cases import compiled, example_element, inputs_of
-from scaling_runs.weak_grid import CallShape, Point
 
-EVEN, UNEVEN = 8192, 523  # tokens of a shard
+DIALECTS: tuple[Dialect, ...] = ("p2p", "nvshmem")
 _FORK = multiprocessing.get_context("fork")
-
-
-def operator_tasks(sizes: Sizes) -> list[CompileTask]:
-    """Calls of the timed variants first, then of those that are compared or trained. Shards that
-    are compared do not end with a whole chunk, those that are timed do."""
-    first = [v for v in (*sizes.timed, *sizes.more_timed) if v in sizes.compiled]
-    rest = [v for v in sizes.compiled if v not in first]
-    tasks = [_task(v, sizes.shape, sizes.dtype, UNEVEN) for v in (*first, *rest)]
-    tasks += [
-        _task(v, text, sizes.dtype, EVEN) for v in first for text in (sizes.shape, sizes.wide)
-    ]
-    heads, dim = sizes.train_heads, sizes.train_dim
-    trained = [v for v in sizes.trained if v in sizes.compiled]
-    return tasks + [_task(v, f"1x{heads}x{dim}x{dim}", "float32", EVEN) for v in trained]
-
-
-def _task(variant: str, text: str, dtype: str, tokens: int) -> CompileTask:
-    shape = CallShape.parse(text)
-    heads = 1 if variant == "hgrn" else shape.H
-    graphs = compile(get_variant(variant)).graphs
-    problem = describe_call(
-        graphs,
-        batch=shape.B,
-        tokens=tokens,
-        heads=heads,
-        sizes={"K": shape.K, "V": shape.V, "D": shape.H * shape.V},
-        dtype=getattr(torch, dtype),
-    )
-    return CompileTask(graphs, problem)
-
-
-def signatures(sizes: Sizes) -> list[Signature]:
-    """What the device engine exchanges in the steps, each once."""
-    found: dict[Signature, None] = {}
-    for variant in sizes.compiled:
-        for text in (sizes.shape, sizes.wide):
-            shape = vars(CallShape.parse(text))
-            point = Point(
-                "chain", variant, "weak", "barrier", "fwd", 1, 1, 1, **shape, dtype=sizes.dtype
-            )
-            given = inputs_of(point, 1, torch.device("cpu"), 1)
-            inputs = {n: x.detach().float() for n, x in given.inputs.items()}
-            given.inputs.update(inputs)
-            found[signature_of(span_of(example_element(compiled(variant), given)), False)] = None
-    return list(found)
-
-
-class _Noted:
-    """Stands for a kernel: notes launches instead of running them."""
-
-    def __init__(self, function: Any, records: dict[str, LaunchRecord], name: str) -> None:
-        self.function, self.records, self.name = function, records, name
-
-    def __getitem__(self, grid: Sequence[int]) -> Any:
-        return self._note
-
-    def _note(self, *arguments: Any, **keywords: Any) -> None:
-        key = f"{self.name} {sorted(keywords.items())}"
-        self.records[key] = LaunchRecord(
-            "exchange", self.name, self.function, arguments, keywords, key
-        )
-
-
-def exchange_records(sizes: Sizes, ranks: int) -> Iterator[LaunchRecord]:
-    """The launches by which an exchanger of so many ranks warms its kernels."""
-    nodes = nodes_of_size(ranks, sizes.node_size(ranks) or ranks)
-    device = torch.device("cpu")
-    for signature in signatures(sizes):
-        for strategy in sizes.strategies:
-            first = Layout.of(signature, strategy, ranks, nodes, False)
-            memory = Memory((torch.zeros(64, dtype=torch.uint8),), torch.zeros(ranks).long())
-            layouts = (first, first.moved_by(first.nbytes))
-            programs = min(sum(first.panels), 132)
-            space = Workspace.make(signature, layouts, memory, "p2p", programs, 1000, 0)
-            records: dict[str, LaunchRecord] = {}
-            space.kernel = _Noted(space.kernel, records, f"{strategy} of {signature}")
-            place = Place.of(0, 0, (False,) * (ranks - 1), nodes, (False, 1, 1, ()), False)
-            space.warm(torch.tensor([place.row()], dtype=torch.int64, device=device))
-            yield from records.values()
-
-
 _LAUNCHES: list[LaunchRecord] = []  # of this process; forked ones find them by number
 
 
@@ -133,20 +50,103 @@ def _compile(work: tuple[int, Target]) -> str:
     return ""
 
 
-def compile_exchanges(sizes: Sizes, ranks: int, target: Target, jobs: int) -> int:
-    """Compile the exchange kernels; how many failed."""
-    _LAUNCHES[:] = exchange_records(sizes, ranks)
-    failed = 0
-    begin = time.perf_counter()
+def dialects_of(sizes: Sizes) -> tuple[Dialect, ...]:
+    """The dialects of a run's exchanges."""
+    return DIALECTS if sizes.device == "cuda" else DIALECTS[:1]
+
+
+def exchanges_of(sizes: Sizes, ranks: int, dialect: Dialect) -> list[LaunchRecord]:
+    """Launches of a dialect's kernels; none where it cannot be had, which is told."""
+    try:
+        return exchange_launches(sizes, ranks, dialect)
+    except FlexlaError as why:
+        print(f"no kernels of the dialect {dialect}: {why}", flush=True)
+        return []
+
+
+def compile_exchanges(
+    launches: Sequence[LaunchRecord], target: Target, jobs: int, until: float | None
+) -> int:
+    """Compile the exchange kernels; how many failed or were left."""
+    _LAUNCHES[:] = launches
+    failed, done, begin = 0, 0, time.perf_counter()
     if _LAUNCHES:
         with _FORK.Pool(min(jobs, len(_LAUNCHES))) as pool:
             for text in pool.imap_unordered(_compile, [(i, target) for i in range(len(_LAUNCHES))]):
-                failed += bool(text)
+                failed, done = failed + bool(text), done + 1
                 if text:
                     print(text[:500], flush=True)
-    spent = time.perf_counter() - begin
-    print(f"{len(_LAUNCHES)} kernels of exchanges, {failed} failed, {spent:.0f} s", flush=True)
-    return failed
+                if until is not None and time.time() > until:
+                    break
+    spent, left = time.perf_counter() - begin, len(_LAUNCHES) - done
+    print(f"{done} kernels of exchanges, {failed} failed, {left} left, {spent:.0f} s", flush=True)
+    return failed + left
+
+
+# -- what is there already ------------------------------------------------------------------------
+
+
+def fingerprint(sizes: Sizes, ranks: int, target: Target) -> str:
+    """Changes with all that the kernels depend on."""
+    said = [repr(sizes), str(ranks), triton.__version__, torch.__version__]
+    said.append(f"{target[0]} {target[1]}")
+    if target[0] == "cuda":
+        said.append(".".join(map(str, assembler().version)))
+    files = [*(ROOT / "flexla_dist").rglob("*.py")]
+    files += [ROOT / "scaling_runs" / f"{name}.py" for name in ("multi_gpu_calls", "weak_cases")]
+    for path in sorted(files):
+        said.append(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+
+
+def note_of(sizes: Sizes, ranks: int) -> Path:
+    """The file in Triton's cache that says for which fingerprint all is compiled."""
+    return Path(triton.knobs.cache.dir) / f"multi_gpu_{sizes.name}_{ranks}.txt"
+
+
+# -- proof ----------------------------------------------------------------------------------------
+
+
+def launches(sizes: Sizes, ranks: int) -> Iterator[LaunchRecord]:
+    """Every launch of the run, as it is made there."""
+    for dialect in dialects_of(sizes):
+        yield from exchanges_of(sizes, ranks, dialect)
+    for call in calls(sizes, ranks):
+        task = call.task()
+        for direction in task.directions:
+            yield from record_launches(task, direction)
+
+
+def prove(sizes: Sizes, ranks: int, target: Target, into: Path | None) -> int:
+    """Launch all by Triton's own code, up to the device; how many were not in the cache.
+
+    into: a folder for copies of what was found and of the note.
+    """
+    place = GPUTarget(*target[:2], target[2] if len(target) == 3 else 32)  # type: ignore[misc]
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_current_target=lambda: place,
+        )
+    )
+    count, seen = CompileCount(), 0
+    for launch in launches(sizes, ranks):
+        before, seen = count.compiled, seen + 1
+        with assembling(int(target[1])) as sound:
+            launch.function.run(
+                *launch.arguments, grid=(1,), warmup=True, **{**launch.keywords, **sound}
+            )
+        if count.compiled > before:
+            print(f"not in the cache: {launch.kernel} {dict(launch.keywords)}"[:300], flush=True)
+    print(f"{seen} launches, {count.found} kernels found, {count.compiled} not found", flush=True)
+    if into is not None:
+        for folder in count.folders:
+            shutil.copytree(folder, into / folder.name, dirs_exist_ok=True)
+        note = note_of(sizes, ranks)
+        if note.exists():
+            shutil.copy(note, into)
+    return count.compiled
 
 
 def _jobs() -> int:
@@ -161,14 +161,34 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--jobs", type=int, default=_jobs(), help="processes that compile")
     parser.add_argument("--until", type=float, help="time (of time.time) to stop at")
+    parser.add_argument("--prove", action="store_true", help="only look whether all is there")
+    parser.add_argument(
+        "--into", type=Path, help="with --prove: folder for copies of what is there"
+    )
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     sizes, target = SIZES[options.sizes], gpu_target()
-    failed = compile_exchanges(sizes, options.ranks, target, options.jobs)
-    tasks = operator_tasks(sizes)
+    if options.prove:
+        return int(prove(sizes, options.ranks, target, options.into) > 0)
+    note, known = note_of(sizes, options.ranks), fingerprint(sizes, options.ranks, target)
+    if note.exists() and note.read_text() == known:
+        print(f"all kernels are there, says {note}")
+        return 0
+    first, *rest = dialects_of(sizes)
+    until, jobs = options.until, options.jobs
+    failed = compile_exchanges(exchanges_of(sizes, options.ranks, first), target, jobs, until)
+    tasks = [call.task() for call in calls(sizes, options.ranks)]
     if tasks:
-        seconds = None if options.until is None else options.until - time.time()
-        failed += compile_only(tasks, target, options.jobs, seconds)
+        seconds = None if until is None else until - time.time()
+        failed += compile_only(tasks, target, jobs, seconds)
+    for dialect in rest:  # links a large library: slow, and needed last
+        if until is None or time.time() < until:
+            found = exchanges_of(sizes, options.ranks, dialect)
+            failed += compile_exchanges(found, target, jobs, until)
+    late = until is not None and time.time() > until
+    if not failed and not late:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(known)
     return int(failed > 0)
 
 

@@ -19,6 +19,7 @@ from flexla_dist.train.config import MeshConfig, TrainConfig
 from flexla_dist.train.launch import Ranks, start
 from scaling_runs import multi_gpu_check, multi_gpu_links, multi_gpu_train, weak_scaling
 from scaling_runs.baselines import Settings
+from scaling_runs.compiling import CompileCount
 from scaling_runs.machine import describe_machine
 from scaling_runs.multi_gpu_ranks import WRONG
 from scaling_runs.multi_gpu_rows import Rows
@@ -101,6 +102,7 @@ STEPS: dict[str, Callable[[Part], int]] = {
     "links": multi_gpu_links.links,
     "weak": lambda part: weak(part, part.sizes.weak(part.ranks.world)),
     "weak_more": lambda part: weak(part, part.sizes.weak_more(part.ranks.world)),
+    "other_code": lambda part: weak(part, part.sizes.other_code(part.ranks.world)),
     "long": lambda part: weak(part, part.sizes.long(part.ranks.world)),
     "train": multi_gpu_train.train,
     "killed_device": lambda part: multi_gpu_train.killed(part, "device"),
@@ -135,11 +137,21 @@ def main(words: Sequence[str] | None = None) -> int:
         machine = describe_machine(options.commit)
         carrier = dist.get_backend_config().replace(",", " ")
         rows = Rows(options.results, machine, ranks.world, sizes.name, carrier)
-    part = Part(options, sizes, ranks, rows)
+    part, count = Part(options, sizes, ranks, rows), CompileCount()
     code = STEPS[options.step](part)
+    tell_compiled(part, count)
     if not options.step.startswith("killed"):
         dist.all_reduce(torch.zeros(1))  # the first rank holds the store: it is the last to go
     return code
+
+
+def tell_compiled(part: Part, count: CompileCount) -> None:
+    """A row of the kernels that were not in Triton's cache: step `compile` is to make them all."""
+    if part.rows is not None and count.found + count.compiled:
+        names = " ".join(sorted(set(count.names)))
+        name = {"quantity": f"{part.options.step}: kernels compiled", "unit": ""}
+        note = f"{count.found} found" + (f"; {names}" if names else "")
+        part.rows.put("step", "ok", **name, value=count.compiled, note=note[:300])
 
 
 def _start(sizes: Sizes) -> Ranks:

@@ -11,10 +11,11 @@ from scaling_runs.weak_grid import Grid, Point
 STRATEGIES = ("chain", "log_scan", "hierarchical", "all_gather")
 HOST = STRATEGIES
 DEVICE = tuple(f"{name}_device" for name in STRATEGIES)
-OTHERS = ("lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp")
+OTHERS = ("lasp2", "lasp2_naive", "lasp", "ulysses")
+FOREIGN = ("fla_cp",)  # tunes itself while it runs: a step of its own
 IDEALS = ("ideal_same_plan", "ideal_best")
-EVERY = (*DEVICE, *IDEALS, "auto", *HOST, *OTHERS)
-FEW = ("chain_device", *IDEALS, "log_scan_device", "chain", "lasp2", "fla_cp")
+FEW = ("chain_device", "chain", *IDEALS, "lasp2")  # what tells most comes first
+EVERY = (*FEW, *(s for s in (*DEVICE, "auto", *HOST, *OTHERS) if s not in FEW))
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,20 @@ class Stages(Grid):
 class Sizes:
     """Sizes of all steps of a run, and the order of work in them.
 
-    compiled: variants whose kernels are made ahead. checked: variants that are compared; shape:
-    BxHxKxV of that and of the weak grid's first part. check_tokens: of the first rank, each further
-    one has 3 more. timed: variants of the weak grid, `more_timed` come later. wide: its shape with
-    several rows. link_heads: sizes of the states of the link test, in heads of K x K.
-    trained: variants of the training step. seconds: of timed calls a point. timeout: of a rank's
-    wait. engines: that carry states.
+    compiled: variants whose kernels are made ahead. checked: variants that are compared, `leading`
+    ones first; shape: BxHxKxV of that and of the weak grid. check_tokens: of the first rank, each
+    further one has 3 more. timed: variants of the weak grid, `more_timed` come later. wide: its
+    shape with several rows. few, systems: of the weak grid, those that tell most and all; foreign:
+    other people's code, in a step of its own. link_heads: sizes of the states of the link test, in
+    heads of K x K. trained: variants of the training step. seconds: of timed calls a point.
+    timeout: of a rank's wait. engines: that carry states.
     """
 
     name: str
     device: Literal["cpu", "cuda"]
     dtype: str
     compiled: tuple[str, ...]
+    leading: tuple[str, ...]
     checked: tuple[str, ...]
     strategies: tuple[str, ...]
     shape: str
@@ -62,6 +65,7 @@ class Sizes:
     tokens: tuple[int, int]
     systems: tuple[str, ...]
     few: tuple[str, ...]
+    foreign: tuple[str, ...]
     link_heads: tuple[int, ...]
     trained: tuple[str, ...]
     train_tokens: int
@@ -104,8 +108,9 @@ class Sizes:
         return replace(base, **changes)  # type: ignore[arg-type]
 
     def weak(self, ranks: int) -> Stages:
-        """The main comparison on all ranks: the longer shards."""
-        return Stages.of((self.grid(ranks),))
+        """The main comparison on all ranks, the longer shards: few systems, then all."""
+        few = [self.grid(ranks, systems=self.few, shapes=(s,)) for s in (self.wide, self.shape)]
+        return Stages.of((*few, self.grid(ranks)))
 
     def weak_more(self, ranks: int) -> Stages:
         """What the main comparison left, shorter shards, fewer ranks with few systems, and more
@@ -126,18 +131,30 @@ class Sizes:
             )
             for n in fewer
         )
-        return Stages.of((self.grid(ranks), *first, *less, alone, other, *short))
+        main = self.weak(ranks).parts
+        return Stages.of((*main, other, *first, *less, alone, *short))
 
-    def long(self, ranks: int) -> Stages:
-        """One long sequence over all ranks."""
-        grid = self.grid(
-            ranks,
-            modes=("strong",),
-            total_tokens=(self.long_tokens,),
-            variants=("gated_delta_rule",),
-            shapes=(self.shape,),
-        )
-        return Stages.of((grid,))
+    def other_code(self, ranks: int) -> Stages:
+        """Other people's code, which tunes its kernels while it runs: long shards first."""
+        variants = (*self.timed, *self.more_timed)
+        grid = self.grid(ranks, systems=self.foreign, variants=variants)
+        shorter = replace(grid, tokens_per_rank=(self.tokens[0],), shapes=(self.wide,))
+        return Stages.of((grid, self.long(ranks, self.foreign).parts[0], shorter))
+
+    def long(self, ranks: int, systems: tuple[str, ...] | None = None) -> Stages:
+        """One long sequence over all ranks: few systems, then all."""
+        grids = [
+            self.grid(
+                ranks,
+                systems=some,
+                modes=("strong",),
+                total_tokens=(self.long_tokens,),
+                variants=("gated_delta_rule",),
+                shapes=(self.shape,),
+            )
+            for some in ((self.few, self.systems) if systems is None else (systems,))
+        ]
+        return Stages.of(tuple(grids))
 
 
 FULL = Sizes(
@@ -145,6 +162,7 @@ FULL = Sizes(
     device="cuda",
     dtype="bfloat16",
     compiled=variant_names(),
+    leading=("gated_delta_rule", "simple_gla", "gla"),
     checked=variant_names(),
     strategies=STRATEGIES,
     shape="1x32x128x128",
@@ -156,6 +174,7 @@ FULL = Sizes(
     tokens=(8192, 32768),
     systems=EVERY,
     few=FEW,
+    foreign=FOREIGN,
     link_heads=(16, 32, 64, 128),
     trained=("gated_delta_rule", "simple_gla"),
     train_tokens=4096,
@@ -171,6 +190,7 @@ REHEARSAL = replace(
     device="cpu",
     dtype="float32",
     compiled=("linear_attn",),
+    leading=("gated_delta_rule", "simple_gla"),
     checked=("linear_attn", "simple_gla", "gla", "gated_delta_rule"),
     shape="1x4x8x8",
     wide="1x4x8x8",
@@ -178,7 +198,7 @@ REHEARSAL = replace(
     more_timed=("gla",),
     long_tokens=64,
     tokens=(16, 32),
-    systems=(*DEVICE, *HOST, "lasp2", "lasp2_naive", "lasp", "ulysses", "fla_cp", *IDEALS),
+    systems=(*DEVICE, *HOST, "lasp2", "lasp2_naive", "lasp", "ulysses", *IDEALS),
     few=("chain_device", "chain", "ideal_best"),
     link_heads=(1, 2),
     train_tokens=48,
@@ -191,6 +211,7 @@ SHORT = replace(
     REHEARSAL,
     name="short",
     compiled=(),
+    leading=("simple_gla",),
     checked=("simple_gla",),
     strategies=("chain",),
     timed=("simple_gla",),
@@ -212,6 +233,7 @@ ONE_GPU = replace(  # several processes share it: gloo serves them, and no host 
     tokens=(2048, 4096),
     systems=("chain_device", "log_scan_device", "all_gather_device", *IDEALS),
     few=("chain_device", *IDEALS),
+    foreign=(),
     trained=("gated_delta_rule",),
     train_tokens=512,
     seconds=0.1,

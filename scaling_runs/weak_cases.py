@@ -60,12 +60,13 @@ def compiled(variant: str) -> LinearAttentionOp:
 class Case:
     """The operator alone at one point."""
 
-    def __init__(self, point: Point, setup: Setup) -> None:
+    def __init__(self, point: Point, setup: Setup, given: CallInputs | None = None) -> None:
+        """given: the inputs, where another case of the same call has them."""
         self.point, self.setup = point, setup
         self.system, self.op = get_system(point.system), compiled(point.variant)
         self.sharding = Sharding.of(setup.group, point.lengths)
         self.attend = self.system.prepare(self.op, self.sharding, setup.settings)
-        self.given = inputs_of(
+        self.given = given or inputs_of(
             point, self.sharding.tokens, setup.device, 1 + self.sharding.ranks.rank
         )
         self._seed: Tensor | None = None
@@ -175,10 +176,10 @@ def example_element(op: Any, given: CallInputs) -> Element:
     return with_tensors(element, numbers, False)
 
 
-def check_system(point: Point, setup: Setup) -> float | None:
+def check_system(point: Point, setup: Setup, known: Known | None = None) -> float | None:
     """Largest error of outputs and gradients of a small call against the unsharded operator in
     float64; None for a floor. On the CPU the call is float64, float32 where kernels carry the
-    states; on a GPU of the point's dtype.
+    states; on a GPU of the point's dtype. known: of other comparisons, see `Comparison`.
 
     Raises CheckFailed on every rank where the error of any is out of bounds.
     """
@@ -189,7 +190,7 @@ def check_system(point: Point, setup: Setup) -> float | None:
     lengths = tuple(
         CHECKED_TOKENS + (0 if point.system == "fla_cp" else 3 * r) for r in range(size)
     )
-    comparison = Comparison(point, setup, lengths)
+    comparison = Comparison(point, setup, lengths, known)
     worst = max(comparison.errors(comparison.sharded()).values())
     found = torch.tensor([worst], dtype=torch.float64, device=setup.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=setup.group)
@@ -201,10 +202,22 @@ def check_system(point: Point, setup: Setup) -> float | None:
     return float(found) * comparison.bounds.output
 
 
+@dataclass(frozen=True)
+class Whole:
+    """An unsharded call: its arguments, the gradient of its output, and its results in float64."""
+
+    call: CallInputs
+    seed: Tensor
+    want: dict[str, Tensor]
+
+
+Known = dict[tuple, Whole]
+
+
 class Comparison:
     """A system's call on shards of these lengths beside the unsharded operator in float64.
 
-    want: the unsharded results, where another comparison of the same call has them.
+    known: unsharded calls and results of other comparisons, where this one's are found or left.
     """
 
     def __init__(
@@ -212,7 +225,7 @@ class Comparison:
         point: Point,
         setup: Setup,
         lengths: tuple[int, ...],
-        want: dict[str, Tensor] | None = None,
+        known: Known | None = None,
     ) -> None:
         cpu = setup.device.type == "cpu"
         system, self.group = get_system(point.system), setup.group
@@ -220,27 +233,37 @@ class Comparison:
         self.dtype = torch.float64 if double else getattr(torch, point.dtype)
         self.bounds = SHARDED[self.dtype] if cpu else BOUNDS[self.dtype]
         self.sharding = Sharding.of(setup.group, lengths)
-        op = compiled(point.variant)
-        self._attend = system.prepare(op, self.sharding, setup.settings)
-        heads = 1 if point.variant == "hgrn" else point.H
-        self._whole = make_inputs(
+        self._attend = system.prepare(compiled(point.variant), self.sharding, setup.settings)
+        sizes = {n: s if not cpu else min(s, 16) for n, s in point.sizes.items()}
+        batch = min(point.B, 2)
+        call = (point.variant, self.dtype, setup.device, batch, sum(lengths), point.heads)
+        key = (*call, *sizes.values())
+        known = {} if known is None else known
+        if key not in known:
+            known[key] = self._unsharded(point, setup.device, batch, sizes)
+        self._whole = known[key]
+
+    def _unsharded(
+        self, point: Point, device: torch.device, batch: int, sizes: dict[str, int]
+    ) -> Whole:
+        whole = make_inputs(
             get_variant(point.variant),
-            batch=min(point.B, 2),
-            tokens=sum(lengths),
-            heads=heads,
-            value_heads=heads,
-            sizes={n: s if not cpu else min(s, 16) for n, s in point.sizes.items()},
+            batch=batch,
+            tokens=sum(self.sharding.lengths),
+            heads=point.heads,
+            value_heads=point.heads,
+            sizes=sizes,
             dtype=self.dtype,
-            device=setup.device,
+            device=device,
             seed=3,
         )
-        self.want = _unsharded(op, self._whole) if want is None else want
+        return Whole(whole, *_results(compiled(point.variant), whole))
 
     def sharded(self) -> dict[str, Tensor]:
         """This rank's output and gradients; those of parameters are sums over the ranks."""
         found = _sharded(self._attend, self.sharding, self._whole)
         for name, value in found.items():
-            if name.removeprefix("d") in self._whole.params:
+            if name.removeprefix("d") in self._whole.call.params:
                 dist.all_reduce(value, group=self.group)
         return found
 
@@ -249,38 +272,33 @@ class Comparison:
         here = slice(self.sharding.offset, self.sharding.offset + self.sharding.tokens)
         found = {}
         for name, value in got.items():
-            whole = name.removeprefix("d") in self._whole.params
-            expected = self.want[name] if whole else self.want[name][:, here]
+            whole = name.removeprefix("d") in self._whole.call.params
+            want = self._whole.want[name]
+            expected = want if whole else want[:, here]
             found[name] = measure(value, expected).ratio / self.bounds.of(name)
         return found
 
 
-def _sharded(attend: Any, sharding: Sharding, whole: CallInputs) -> dict[str, Tensor]:
-    here = slice(sharding.offset, sharding.offset + sharding.tokens)
-    inputs = {n: x.detach()[:, here].clone().requires_grad_() for n, x in whole.inputs.items()}
-    params = {n: x.detach().clone().requires_grad_() for n, x in whole.params.items()}
-    output = attend(inputs, params, whole.scalars)
-    seed = _seed_like(output, sum(sharding.lengths))[:, here]
-    output.backward(seed)
+def _sharded(attend: Any, sharding: Sharding, whole: Whole) -> dict[str, Tensor]:
+    here, call = slice(sharding.offset, sharding.offset + sharding.tokens), whole.call
+    inputs = {n: x.detach()[:, here].clone().requires_grad_() for n, x in call.inputs.items()}
+    params = {n: x.detach().clone().requires_grad_() for n, x in call.params.items()}
+    output = attend(inputs, params, call.scalars)
+    output.backward(whole.seed[:, here])
     found = {"o": output.detach()}
     for name, x in {**inputs, **params}.items():
         found[f"d{name}"] = torch.zeros_like(x) if x.grad is None else x.grad
     return found
 
 
-def _unsharded(op: Any, whole: CallInputs) -> dict[str, Tensor]:
+def _results(op: Any, whole: CallInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """A gradient of the output, the same on all ranks, and output and gradients in float64."""
     wide = {n: x.detach().double().requires_grad_() for n, x in whole.inputs.items()}
     params = {n: x.detach().double().requires_grad_() for n, x in whole.params.items()}
     output, _ = op(**wide, **params, **whole.scalars, executor="torch")
-    seed = _seed_like(output.to(next(iter(whole.inputs.values())).dtype), output.shape[1])
+    generator = torch.Generator().manual_seed(9)
+    seed = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    seed = seed.to(output.device, next(iter(whole.inputs.values())).dtype)
     output.backward(seed.double())
     leaves = {**wide, **params}
-    return {"o": output.detach()} | {f"d{n}": x.grad for n, x in leaves.items()}
-
-
-def _seed_like(output: Tensor, tokens: int) -> Tensor:
-    """A gradient of the whole output, the same on all ranks, of the output's dtype."""
-    generator = torch.Generator().manual_seed(9)
-    shape = (output.shape[0], tokens, *output.shape[2:])
-    seed = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return seed.to(output.device, output.dtype)
+    return seed, {"o": output.detach()} | {f"d{n}": x.grad for n, x in leaves.items()}

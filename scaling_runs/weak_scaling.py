@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from flexla_dist.comm import nodes_of_ids, nodes_of_size
 from flexla_dist.comm.links import host_name
+from flexla_dist.testing.inputs import CallInputs
 from flexla_dist.train.arguments import ArgumentProblem
 from flexla_dist.train.config import MeshConfig, TrainConfig
 from flexla_dist.train.launch import LAUNCHERS, Ranks, detect_launcher, start
@@ -46,7 +47,7 @@ from scaling_runs.baselines.device import checked_once
 from scaling_runs.machine import RESULTS
 from scaling_runs.model.calibrate import PhaseTimes, measure_links
 from scaling_runs.rows import format_table
-from scaling_runs.weak_cases import Case, CheckFailed, Setup, check_system
+from scaling_runs.weak_cases import Case, CheckFailed, Known, Setup, check_system, inputs_of
 from scaling_runs.weak_grid import Grid, GridProblem, Point, add_options, read_grid
 from scaling_runs.weak_rows import (
     Results,
@@ -133,6 +134,8 @@ class Program:
             self.groups[1] = dist.new_group([0], timeout=limit)
         self.phases = PhaseTimes(self.provenance, ranks.device, options.results)
         self.checked: dict[tuple, float | str | None] = {}
+        self.known: Known = {}
+        self._given: tuple[tuple, CallInputs] | None = None
         self.shown: list[dict[str, str]] = []
 
     def run(self) -> int:
@@ -204,7 +207,8 @@ class Program:
             return
         values = found.columns()
         self.shown.append(results.put(point, found.status, values))
-        text = values.get("note") or f"{values.get('median_ms', '')} ms"
+        times = f"{values['median_ms']} ms" if "median_ms" in values else ""
+        text = " ".join(filter(None, (times, str(values.get("note", "")))))
         self._say(f"{count} {point.words()}: {found.status} {text}")
 
     def _pending(self, results: Results | None) -> list[Point]:
@@ -224,6 +228,8 @@ class Program:
     def _measure(self, point: Point, found: Measured) -> None:
         """One round of a point, on a rank that takes part."""
         setup = Setup(self.groups[point.P], self.ranks.device, self.settings, self.nodes[: point.P])
+        if get_system(point.system).note:
+            found.values["note"] = get_system(point.system).note
         try:
             error = self._check(point, setup)
             found.values["rel_err"] = "" if error is None else f"{error:.2e}"
@@ -237,17 +243,13 @@ class Program:
             if point.system not in FOREIGN:
                 raise
             found.status, found.values["note"] = "failed", short_text(why)
-        finally:
-            gc.collect()
-            if self.ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
 
     def _check(self, point: Point, setup: Setup) -> float | None:
         """Compare a small call with the unsharded operator, once for each system and size."""
         key = (point.system, point.variant, point.P, point.H, point.K, point.V)
         if key not in self.checked:
             try:
-                self.checked[key] = check_system(point, setup)
+                self.checked[key] = check_system(point, setup, self.known)
             except CheckFailed as why:
                 self.checked[key] = str(why)
         found = self.checked[key]
@@ -258,14 +260,15 @@ class Program:
     def _time(self, point: Point, setup: Setup, found: Measured) -> None:
         """Samples of a point; its bytes at its first round."""
         clock, seconds = Clock(setup.group, setup.device), self.grid.seconds
+        given = self._inputs(point, setup)
         if setup.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(setup.device)
         if point.placement == "step":
             call: Any = StepCase(point, setup, self.grid.layers)
         elif point.placement == "exchange":
-            call = Case(point, setup).exchange()
+            call = Case(point, setup, given).exchange()
         else:
-            case = Case(point, setup)
+            case = Case(point, setup, given)
             call = case.call()
             if not found.samples and case.system.engine != "device":
                 counted, formula = case.traffic()
@@ -278,6 +281,22 @@ class Program:
         peak = peak_mib(setup.device)
         if peak is not None:
             found.values["peak_mib"] = f"{peak:.0f}"
+
+    def _inputs(self, point: Point, setup: Setup) -> CallInputs | None:
+        """The inputs of a call: kept for systems and directions that are timed one after another.
+        Only before others memory is given back, as that takes long. None for training steps."""
+        rank = self.ranks.rank
+        key = tuple(vars(replace(point, system="", direction="")).values())
+        if self._given is None or self._given[0] != key or point.placement == "step":
+            self._given = None
+            gc.collect()
+            if setup.device.type == "cuda":
+                torch.cuda.empty_cache()
+        if point.placement == "step":
+            return None
+        if self._given is None:
+            self._given = (key, inputs_of(point, point.lengths[rank], setup.device, 1 + rank))
+        return self._given[1]
 
     @staticmethod
     def _checks(point: Point, setup: Setup) -> AbstractContextManager[None]:

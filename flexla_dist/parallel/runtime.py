@@ -119,9 +119,9 @@ class GroupRuntime:
         self.check_kernels_without_backward()
 
     def check_kernels_without_backward(self) -> None:
-        """The same for exchanges by kernels alone."""
+        """The same for exchanges by kernels alone, unless the caller of many calls checks."""
         for engine in self._opened():
-            if engine.no_backward:
+            if engine.no_backward and not engine.after_backward.paused:
                 engine.check()
 
     def guard(self, what: str) -> AbstractContextManager[None]:

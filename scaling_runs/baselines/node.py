@@ -1,14 +1,17 @@
 """Summary, scan, local pass: one autograd node for the systems that exchange elements.
 
-Forward summarises the shard, scans, and runs the local pass from the state that entered; backward
-does the same with gradients, reversed. With several panels of heads the scan of one panel runs
-beside the summary and the local pass of the others.
+Forward summarises the shard, scans, and completes the local pass from the state that entered;
+backward does the same with gradients, reversed. As in our own call, the local pass stops for the
+scan and goes on with what needs no state meanwhile, so that nothing is computed twice. On CPUs the
+heads may be cut in panels: the scan of one runs beside the summary and the local pass of others. On
+a GPU they never are: a part of the heads leaves processors idle, which costs more than the scan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from flexla_dist.comm.element import Element, zero_state
 from flexla_dist.parallel.attend import full_precision
+from flexla_dist.parallel.local_call import as_element
 from scaling_runs.baselines.scans import Scan, Wait
 from scaling_runs.baselines.shard import (
     Shard,
@@ -32,8 +36,8 @@ from scaling_runs.baselines.shard import (
 class ScanAttend:
     """A callable (inputs, params, scalars) -> output on this rank's shard.
 
-    panels: parts into which the heads are cut. whole_summaries: the last rank in scan order
-    summarises too, though nobody needs what it finds.
+    panels: parts into which the heads are cut, on CPUs. whole_summaries: the last rank in scan
+    order summarises too, though nobody needs what it finds.
     """
 
     op: Any
@@ -62,26 +66,30 @@ class _Call:
         inputs = dict(zip(self.input_names, tensors[:count], strict=True))
         params = dict(zip(self.param_names, tensors[count:], strict=True))
         executor, spec = executor_of(attend.op, tensors), attend.op.spec
+        panels = attend.panels if tensors[0].device.type == "cpu" else 1
         found = []
-        for part in head_panels(spec, inputs, attend.panels):
+        for part in head_panels(spec, inputs, panels):
             some = slice_inputs(spec, inputs, part)
             held = {name: x[part.value_heads] for name, x in params.items()}
             found.append(Shard.bind(attend.op, executor, attend.sharding, some, held, self.scalars))
         return found
 
-    def start(self, shard: Shard, make: Callable[[], Element], reverse: bool) -> Wait:
-        """Summarise and begin the scan; the last rank in scan order only takes part."""
+    def start(self, shard: Shard, open_call: Callable[[], Any], reverse: bool) -> tuple[Any, Wait]:
+        """Open the call, summarise and begin the scan; the last rank in scan order only takes part.
+        Its call is opened too: what it keeps is then what the other direction goes on from."""
         attend = self.attend
         line = attend.sharding.line(reverse)
-        if not shard.empty and (line.next_rank is not None or attend.whole_summaries):
-            element = make()
+        alone = line.next_rank is None and line.prev_rank is None
+        opened = None if shard.empty or alone else open_call()
+        if opened is not None and (line.next_rank is not None or attend.whole_summaries):
+            element = as_element(opened.summary(-1))
         else:
             problem = shard.problem
             key = (reverse, problem.batch, problem.heads, problem.compute_dtype)
             if key not in attend._blanks:
                 attend._blanks[key] = shard.identity(reverse)
             element = attend._blanks[key]
-        return attend.scan.start(element, zero_state(element), line)
+        return opened, attend.scan.start(element, zero_state(element), line)
 
 
 class _ScanNode(torch.autograd.Function):
@@ -89,11 +97,13 @@ class _ScanNode(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         with full_precision(tensors):
             shards = call.shards(tensors)
-            waits = [call.start(shard, shard.element, False) for shard in shards]
+            begun = [call.start(shard, shard.open, False) for shard in shards]
             outputs, kept, counts = [], [], []
-            for shard, wait in zip(shards, waits, strict=True):
+            for shard, (opened, wait) in zip(shards, begun, strict=True):
+                if opened is not None:
+                    opened.proceed()
                 entry = wait()
-                output, _, saved = shard.forward(entry)
+                output, _, saved = shard.forward(entry, opened)
                 outputs.append(output)
                 kept += [*entry, *saved]
                 counts.append((len(entry), len(saved)))
@@ -110,23 +120,21 @@ class _ScanNode(torch.autograd.Function):
             shards = call.shards(tensors)
             pieces = _cut(kept, ctx.counts)
             grads = grad_output.split([shard.problem.heads for shard in shards], 2)
-            waits = []
-            for shard, (entry, saved), grad in zip(shards, pieces, grads, strict=True):
-                waits.append(call.start(shard, _adjoint(shard, saved, entry, grad), True))
+            parts = list(zip(shards, pieces, grads, strict=True))
+            begun = [
+                call.start(shard, partial(shard.open_adjoint, saved, entry, grad), True)
+                for shard, (entry, saved), grad in parts
+            ]
             rows, held = [], []
-            for shard, (entry, saved), grad, wait in zip(shards, pieces, grads, waits, strict=True):
-                some, few, _ = shard.backward(saved, entry, grad, wait())
+            for (shard, (entry, saved), grad), (opened, wait) in zip(parts, begun, strict=True):
+                if opened is not None:
+                    opened.proceed()
+                some, few, _ = shard.backward(saved, entry, grad, wait(), opened)
                 rows.append(some)
                 held.append(few)
         joined = [torch.cat(parts, 2) for parts in zip(*rows, strict=True)]
         joined += [torch.cat(parts, 0) for parts in zip(*held, strict=True)]
         return (None, *joined)
-
-
-def _adjoint(
-    shard: Shard, saved: tuple[Tensor, ...], entry: tuple[Tensor, ...], grad: Tensor
-) -> Callable[[], Element]:
-    return lambda: shard.adjoint_element(saved, entry, grad)
 
 
 def _cut(

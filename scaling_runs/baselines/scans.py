@@ -32,15 +32,6 @@ class Scan(Protocol):
 
 
 @dataclass
-class NoScan:
-    """Nothing travels and zero enters: the local work alone."""
-
-    def start(self, element: Element, zero: State, line: Line) -> Wait:
-        """See Scan."""
-        return lambda: zero
-
-
-@dataclass
 class GatherScan:
     """All elements to all ranks by one all-gather, then a fold of those before this rank.
 

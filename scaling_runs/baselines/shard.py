@@ -145,16 +145,16 @@ class Shard:
         """The state before any token."""
         return self.problem.zero_state()
 
-    def element(self) -> Element:
-        """What the shard does to the state that enters it."""
-        return as_element(self.executor.summary(self.problem, -1))
+    def open(self) -> Any:
+        """The forward call, stopped where a state would enter: it tells what the shard does to it,
+        goes on with what needs none, and is completed by `forward`."""
+        return self.executor.open_forward(self.problem, self.zero_state())
 
-    def adjoint_element(
+    def open_adjoint(
         self, saved: tuple[Tensor, ...], entry: tuple[Tensor, ...], grad_output: Tensor
-    ) -> Element:
-        """What the shard does to the gradient of the state that leaves it."""
-        found = self.executor.adjoint_summary(self.problem, saved, entry, grad_output, -1)
-        return as_element(found)
+    ) -> Any:
+        """The backward call, likewise: what the shard does to the gradient of a state."""
+        return self.executor.open_backward(self.problem, saved, entry, grad_output)
 
     def identity(self, adjoint: bool) -> Element:
         """The element of no tokens, in the structure of the others; from one blank token."""
@@ -171,14 +171,14 @@ class Shard:
         return identity_like(as_element(found))
 
     def forward(
-        self, entry: tuple[Tensor, ...]
+        self, entry: tuple[Tensor, ...], opened: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(output, states that leave, tensors kept for the backward pass)."""
+        """(output, states that leave, tensors kept for the backward pass). opened: by `open`."""
         if self.empty:
             batch, _, *rest = self.problem.output_shape()
             dtype, device = self.problem.output_dtype, self.problem.device
             return torch.empty(batch, 0, *rest, dtype=dtype, device=device), entry, ()
-        result = self.executor.forward(self.problem, entry)
+        result = self.executor.forward(self.problem, entry, opened)
         return result.output, result.exit, result.saved
 
     def backward(
@@ -187,13 +187,17 @@ class Shard:
         entry: tuple[Tensor, ...],
         grad_output: Tensor,
         grad_exit: tuple[Tensor, ...],
+        opened: Any = None,
     ) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, ...]]:
-        """Gradients of the inputs, the parameters and the entering states, in their order."""
+        """Gradients of the inputs, the parameters and the entering states, in their order.
+        opened: by `open_adjoint`."""
         inputs, params = self.problem.inputs, self.problem.params
         if self.empty:
             rows = [x.new_zeros(x.shape[0], 0, *x.shape[2:]) for x in inputs.values()]
             return rows, [torch.zeros_like(x) for x in params.values()], grad_exit
-        grads = self.executor.backward(self.problem, saved, entry, grad_output, grad_exit)
+        grads = self.executor.backward(
+            self.problem, saved, entry, grad_output, grad_exit, opened=opened
+        )
         return (
             [grads.inputs[name] for name in inputs],
             [grads.params[name] for name in params],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 import torch.distributed as dist
 
 from flexla_dist.comm.engines import DeviceEngine
+from flexla_dist.ops.op import compile
+from flexla_dist.parallel.engine import DeviceCarrier
+from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.ranks import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scaling_runs.baselines import Settings, get_system
-from scaling_runs.baselines.device import checked_once
-from scaling_runs.weak_cases import Case, Comparison, Setup
+from scaling_runs.baselines import Settings, Sharding, get_system
+from scaling_runs.baselines.device import IdealAttend, checked_once
+from scaling_runs.weak_cases import Case, Comparison, Known, Setup, compiled, inputs_of
 from scaling_runs.weak_grid import Point
 
 from .device_parallel_cases import PRELOAD
@@ -58,10 +62,9 @@ def errors(
     lengths = tuple(0 if rank == 1 and size > 2 else 20 + 3 * rank for rank in range(size))
     found = {}
     for variant in variants:
-        want = None
+        known: Known = {}
         for system in systems:
-            comparison = Comparison(point(system, variant, size), setup(size), lengths, want)
-            want = comparison.want
+            comparison = Comparison(point(system, variant, size), setup(size), lengths, known)
             found[system, variant] = max(comparison.errors(comparison.sharded()).values())
     return found
 
@@ -76,10 +79,11 @@ def test_systems_equal_the_unsharded_operator(size: int, variants: tuple[str, ..
         assert all(0 < worst <= 1.0 for worst in found.values()), found
 
 
-def checks(rank: int, size: int) -> tuple[list[int], bool]:
+def checks(rank: int, size: int, direction: str) -> tuple[list[int], bool]:
     """Checks of exchanges in two calls outside of the block, in two inside, and at its end; and
     whether the exchange alone gives the rank after the first what the first one sent."""
-    case = Case(point("chain_device", "simple_gla", size), setup(size))
+    place = replace(point("chain_device", "simple_gla", size), direction=direction)
+    case = Case(place, setup(size))
     call, original, seen = case.call(), DeviceEngine.check, [0]
 
     def count(self: DeviceEngine, *, always: bool = False) -> None:
@@ -100,9 +104,63 @@ def checks(rank: int, size: int) -> tuple[list[int], bool]:
     return counts, bool(state.abs().sum() > 0)
 
 
-def test_timed_calls_check_once() -> None:
-    first, second = run_ranks(checks, 2, preload=PRELOAD)
+@pytest.mark.parametrize("direction", ["fwd", "fwdbwd"])
+def test_timed_calls_check_once(direction: str) -> None:
+    first, second = run_ranks(checks, 2, direction, preload=PRELOAD)
     assert first == ([2, 0, 1], False) and second == ([2, 0, 1], True)
+
+
+def ideal(rank: int, size: int, backend: str) -> tuple[bool, bool, float]:
+    """Whether the last rank's calls end while the others make none, by which engine it ran, and
+    the largest error of our own call afterwards."""
+    group, where = dist.group.WORLD, setup(size)
+    lengths = tuple(20 + 3 * r for r in range(size))
+    attend = IdealAttend(
+        compiled("gated_delta_rule"), Sharding.of(group, lengths), 60.0, backend=backend
+    )
+    own = Comparison(point("chain_device", "gated_delta_rule", size), where, lengths)
+    given = inputs_of(point("chain", "gated_delta_rule", size), lengths[rank], where.device, rank)
+
+    def both() -> bool:
+        output = attend(given.inputs, given.params, given.scalars)
+        grads = torch.autograd.grad(output.sum(), list(given.inputs.values()))
+        return all(bool(x.isfinite().all()) for x in (output, *grads))
+
+    whole = both()  # makes workspaces, together
+    dist.barrier()
+    if rank == size - 1:
+        whole = all([whole, both(), both()])
+    dist.barrier()
+    whole = both() and whole
+    error = max(own.errors(own.sharded()).values())
+    carrier = next(iter(attend.carriers.values()))
+    return whole, isinstance(carrier, DeviceCarrier), error
+
+
+@pytest.mark.parametrize("backend", ["device", "auto"])
+def test_the_ideal_waits_for_nobody(backend: str) -> None:
+    for finite, by_kernels, error in run_ranks(ideal, 2, backend, preload=PRELOAD, timeout=200):
+        assert finite and by_kernels == (backend == "device") and 0 < error <= 1.0
+
+
+def scans_by_kernels(rank: int, size: int, systems: tuple[str, ...]) -> list[float]:
+    """Largest error of systems that gather elements, with calls of kernels that stop for them."""
+    where, lengths = setup(size), tuple(20 + 3 * r for r in range(size))
+    found = []
+    for variant in ("gated_delta_rule", "simple_gla"):
+        op = compile(get_variant(variant), executor="triton")
+        comparison = Comparison(point("chain_device", variant, size), where, lengths)
+        for name in systems:
+            sharding = Sharding.of(dist.group.WORLD, lengths)
+            comparison._attend = get_system(name).prepare(op, sharding, Settings(panels=1))
+            found.append(max(comparison.errors(comparison.sharded()).values()))
+            assert op.executor(None, where.device, torch.float32).name == "triton"
+    return found
+
+
+def test_baselines_go_on_from_calls_that_stop() -> None:
+    for found in run_ranks(scans_by_kernels, 3, ("lasp2", "lasp2_naive"), preload=PRELOAD):
+        assert len(found) == 4 and all(0 < worst <= 1.0 for worst in found), found
 
 
 def test_engines_of_systems() -> None:

@@ -14,7 +14,8 @@ from ..interpret import device_parallel_cases as cases
 from ..interpret import device_parallel_programs as programs
 from ..interpret.device_parallel_cases import STRATEGIES, Case
 
-pytestmark = pytest.mark.multigpu
+# Longer than the ranks may take: the limit of a test ends all tests.
+pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(300)]
 BACKEND = "cpu:gloo,cuda:nccl"
 BOUND = 5e-5  # TF32x3 products, chained
 GRADIENTS = 2e-4  # of gates, whose sums cancel
@@ -67,7 +68,7 @@ def test_training_equals_one_process() -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cuda_graph(strategy: str) -> None:
     size = min(8, torch.cuda.device_count())
-    found = run_ranks(streams.captured, size, strategy, "apart", backend=BACKEND)
+    found = run_ranks(streams.captured, size, strategy, "apart", backend=BACKEND, timeout=240)
     assert max(found) == 0.0, found
 
 
@@ -75,11 +76,11 @@ def test_cuda_graph(strategy: str) -> None:
 def test_time_of_engines(backend: str) -> None:
     """`pytest -s -k time` prints it; the check at the end of backward is in it."""
     size = min(8, torch.cuda.device_count())
-    plan, time = run_ranks(streams.timed, size, backend, "apart", backend=BACKEND)[-1]
+    plan, time = run_ranks(streams.timed, size, backend, "apart", backend=BACKEND, timeout=240)[-1]
     print(f"\n{size} ranks of {streams.LONG}: {time:.3f} ms forward and backward by {plan}")
     assert plan.startswith(backend)
 
 
 def test_two_streams() -> None:
     size = min(8, torch.cuda.device_count())
-    assert all(run_ranks(streams.side_by_side, size, "apart", backend=BACKEND))
+    assert all(run_ranks(streams.side_by_side, size, "apart", backend=BACKEND, timeout=240))

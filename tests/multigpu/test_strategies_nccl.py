@@ -13,7 +13,8 @@ from flexla_dist.comm.element import Element, element_tensors, with_tensors
 from flexla_dist.testing.elements import random_element, serial_scan
 from flexla_dist.testing.ranks import run_ranks
 
-pytestmark = pytest.mark.multigpu
+# Longer than the ranks may take: the limit of a test ends all tests.
+pytestmark = [pytest.mark.multigpu, pytest.mark.timeout(300)]
 STRATEGIES = ("chain", "log_scan", "hierarchical", "all_gather", "auto")
 KINDS = ("scalar", "dense")
 
