@@ -167,7 +167,7 @@ def explain(
         signs=_signs(graphs),
         states=state_facts(graphs, problem),
         torch=torch_plan(graphs),
-        triton=_triton(graphs, problem),
+        triton=_triton(graphs, problem, getattr(spec, "tuned", None)),
     )
 
 
@@ -211,8 +211,9 @@ def _signs(graphs: Graphs) -> tuple[SignFact, ...]:
         return tuple(dict.fromkeys(analyse_signs(graphs.stages[at - 1].cell, graphs.spec)))
 
 
-def _triton(graphs: Graphs, problem: Problem) -> TritonPlan | Missing:
+def _triton(graphs: Graphs, problem: Problem, tuned: Path | None) -> TritonPlan | Missing:
     try:
+        from flexla_dist.compiler.executor.choosing import Tuned
         from flexla_dist.compiler.explain.triton_plan import triton_plan
     except ImportError as missing:
         return Missing(
@@ -220,7 +221,7 @@ def _triton(graphs: Graphs, problem: Problem) -> TritonPlan | Missing:
             "shows the kernels, no GPU is needed"
         )
     try:
-        return triton_plan(graphs, problem)
+        return triton_plan(graphs, problem, Tuned(tuned))
     except FlexlaError as refused:
         return Missing(str(refused))
 
