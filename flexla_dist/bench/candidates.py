@@ -62,7 +62,7 @@ def subjects(
     """
     out: list[Subject] = []
     limit = SHARED_LIMITS.get(int(arch.removeprefix("sm_")) if arch.startswith("sm_") else arch)
-    buckets = buckets_of(problem)
+    buckets, cut = buckets_of(problem), executor.cutting(problem) is not None
     for direction in directions:
         schedule = executor.forward_schedule
         if direction == "backward":
@@ -71,6 +71,8 @@ def subjects(
         choices = executor.configurations(problem, direction)
         for built in executor.built(direction, executor.uneven_dims(problem)):
             kernel = built.kernel
+            if kernel.kind in ("decays", "map", "summary") and not cut:
+                continue
             key = kernel_key(problem, kernel, built.emitted, buckets)
             if all(key != other.key for other in out):
                 choice = choices[kernel.name]

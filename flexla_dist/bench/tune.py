@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,18 +20,15 @@ from torch import Tensor
 
 from flexla_dist.bench.calls import BenchCall
 from flexla_dist.bench.candidates import Subject
+from flexla_dist.bench.outcomes import Outcome, Provenance, info_of, line_of
 from flexla_dist.bench.search_state import SearchState
 from flexla_dist.bench.timing import StepTime, changed, time_plan, total
-from flexla_dist.compiler.aot import CompiledInfo, CompileTask
 from flexla_dist.compiler.aot_pool import CompilePool, Result
 from flexla_dist.compiler.executor.choosing import Tuned, shared_limit
 from flexla_dist.compiler.executor.launch import Launch
-from flexla_dist.compiler.executor.problem import Problem
-from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.compiler.tuned.database import (
     Database,
     KernelEntry,
-    Measured,
     ScanEntry,
     write,
 )
@@ -42,46 +39,6 @@ NOISE = 0.03  # a smaller gain is none
 CONFIRMATIONS = 3
 PROGRAMS = (1, 2, 3, 4)  # for each processor, that scans may be cut for
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """What is noted with every entry."""
-
-    date: str
-    commit: str
-    gpu: str
-
-    def measured(self, us: float, before: float) -> Measured:
-        """Of one entry."""
-        return Measured(round(us, 2), round(before, 2), self.date, self.commit, self.gpu)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The best candidate of a kernel (None: the present choice stays), microseconds of what it
-    changes with it and before, and what became of every candidate."""
-
-    best: Launch | None
-    us: float
-    before_us: float
-    tried: tuple[tuple[Launch, str], ...]
-    shared: int | None = None
-
-
-def compile_tasks(
-    graphs: Graphs, problem: Problem, base: Tuned, found: Sequence[Subject]
-) -> list[CompileTask]:
-    """What to compile: for each kernel the call with every candidate."""
-    return [
-        CompileTask(
-            graphs,
-            problem,
-            (subject.direction,),
-            tuple(replace(base, forced={subject.name: c}) for c in subject.candidates),
-        )
-        for subject in found
-    ]
 
 
 class Tuner:
@@ -130,7 +87,7 @@ class Tuner:
             state.note(subject.key, subject.emitted.name, outcome.before_us, outcome.us, [
                 [str(launch), result] for launch, result in outcome.tried
             ])  # fmt: skip
-            self.say(_line(subject, outcome))
+            self.say(line_of(subject, outcome))
         return 0
 
     def tune(self, subject: Subject, compiled: Sequence[Result] = ()) -> Outcome:
@@ -156,7 +113,7 @@ class Tuner:
         old, new = self._confirm(subject, best)
         if new > (1 - NOISE) * old:
             return Outcome(None, old, old, (*tried, (best, f"not confirmed: {old:.1f} {new:.1f}")))
-        info = _info_of(subject, best, compiled)
+        info = info_of(subject, best, compiled)
         return Outcome(best, new, old, tuple(tried), info.shared_bytes if info else None)
 
     def _try(
@@ -184,11 +141,11 @@ class Tuner:
 
     def _unfit(self, subject: Subject, launch: Launch, compiled: Sequence[Result]) -> str:
         """Why a compiled candidate need not be tried; empty if it is to be."""
-        info = _info_of(subject, launch, compiled)
+        info = info_of(subject, launch, compiled)
         limit = shared_limit(self.call.problem.device)
         if info is not None and limit is not None and info.shared_bytes > limit:
             return f"needs {info.shared_bytes} bytes of shared memory"
-        free = _info_of(subject, replace(launch, registers=None), compiled)
+        free = info_of(subject, replace(launch, registers=None), compiled)
         if launch.registers and free is not None and free.regs and free.regs <= launch.registers:
             return f"takes {free.regs} registers without a limit"
         failed = [x for x in compiled if isinstance(x, str)]
@@ -316,24 +273,3 @@ class Tuner:
             self.database.kernels.pop(entry.key, None)
             self.database.scans.pop(entry.key, None)
         write(self.database, self.file)
-
-
-def _info_of(subject: Subject, launch: Launch, compiled: Sequence[Result]) -> CompiledInfo | None:
-    """What a candidate was compiled to; of several binaries the one with most shared memory."""
-    infos = [
-        x
-        for x in compiled
-        if isinstance(x, CompiledInfo)
-        and x.kernel == subject.emitted.name
-        and (x.warps, x.stages, x.limit) == (launch.num_warps, launch.num_stages, launch.registers)
-        and launch.column_tile >= x.tiles.get(f"tile_{subject.column}", launch.column_tile)
-    ]
-    return max(infos, key=lambda x: x.shared_bytes, default=None)
-
-
-def _line(subject: Subject, outcome: Outcome) -> str:
-    what = f"{subject.emitted.name} ({subject.direction}): {len(outcome.tried)} tried"
-    if outcome.best is None:
-        return f"{what}, {outcome.before_us:.1f} us stay"
-    gain = 1 - outcome.us / outcome.before_us
-    return f"{what}, {outcome.before_us:.1f} -> {outcome.us:.1f} us ({gain:.0%}) {outcome.best}"

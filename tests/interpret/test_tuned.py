@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 
+from flexla_dist.bench import program, search, tune
 from flexla_dist.bench.calls import BenchCall
 from flexla_dist.bench.candidates import subjects
+from flexla_dist.bench.outcomes import Provenance
 from flexla_dist.bench.search_state import SearchState
-from flexla_dist.bench.tune import Provenance, Tuner
+from flexla_dist.bench.tune import Tuner
 from flexla_dist.compiler.tuned.database import Database, KernelEntry, Measured, read, write
 from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")
+SCAN = ("forward", "scan")
 NOTED = Measured(1.0, 2.0, "2026-01-01", "abc", "the interpreter")
 
 
@@ -79,12 +83,40 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     state = SearchState(tmp_path / "state.jsonl")
     assert tuner.run(found, state, None, seconds=0.0) == 3 and not said
     assert tuner.run(found, SearchState(tmp_path / "state.jsonl"), None) == 0
+    rows = [json.loads(x) for x in (tmp_path / "state.jsonl").read_text().splitlines()]
+    tried = [result for row in rows for _, result in row["tried"]]
+    assert len(tried) == 6 and all(x.endswith((" us", "present", "confirmed")) for x in tried), tried
     assert len(said) == len(found) == len((tmp_path / "state.jsonl").read_text().splitlines())
     assert "all kernels" in tuner.verify()
     assert len(read(file, "sm_90").kernels) == len(tuner.written)
     again: list[str] = []
     tuner = Tuner(call, file, read(file, "sm_90"), provenance, runs=1, say=again.append)
     assert tuner.run(found, SearchState(tmp_path / "state.jsonl"), None) == 0 and not again
+
+
+def test_the_program_searches_and_takes_up_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it but the device: every candidate of one kernel is much faster than it was."""
+    monkeypatch.setattr(program, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "the interpreter")
+    monkeypatch.setattr(
+        search, "subjects", lambda *words: [s for s in subjects(*words) if s.name == SCAN]
+    )
+    monkeypatch.setattr(tune, "changed", lambda before, after: (before[0].us, 0.5 * before[0].us))
+    file = tmp_path / "own.json"
+    words = ["simple_gla", "--shape", "1,33,1,16,64", "--chunk-size", "32", "--dtype", "fp32"]
+    words += ["--tune", "--jobs", "0", "--runs", "1", "--database", str(file), "--commit", "abc"]
+    assert program.main(words) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 kernels to tune" in out and "1 entries written" in out
+    [entry] = read(file, "sm_90").kernels.values()
+    assert (entry.name, entry.measured.commit) == ("simple_gla_scan", "abc")
+    assert program.main(words) == 0
+    assert "0 of 1 kernels to tune" in capsys.readouterr().out
+    again = call_of("simple_gla", file)
+    assert results(again)["forward"]["scan"] in ("tuned", "nearest bucket")
 
 
 def test_results_out_of_bounds_are_no_candidates(tmp_path: Path) -> None:

@@ -94,11 +94,7 @@ def test_a_file_has_one_sorted_entry_a_line_and_reads_as_it_was_written(tmp_path
     text = (tmp_path / "folder" / "sm_90.json").read_text()
     assert read(tmp_path / "folder" / "sm_90.json", "sm_90") == database
     assert text.count("\n") == text.count('"structure"') + 7
-    assert (
-        text.index("a_kernel")
-        < text.index('"few"')
-        < text.index('"many", "length": "long", "tile"')
-    )
+    assert text.index("a_kernel") < text.index('"few"') < text.index('"many"', text.index('"few"'))
     write(read(tmp_path / "folder" / "sm_90.json", "sm_90"), tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == text
 
@@ -162,9 +158,9 @@ def test_the_structure_of_a_kernel_is_that_of_its_text_whatever_its_name() -> No
     found = [structure_of(built.emitted) for built in kernels]
     assert len(set(found)) == len(found)
     emitted = kernels[0].emitted
-    source = emitted.source.replace(emitted.name, "other")
+    source = emitted.source.replace(emitted.name, "renamed")
     source = source.replace("\n", "  # a line of the user's\n")
-    assert structure_of(dataclasses.replace(emitted, name="other", source=source)) == found[0]
+    assert structure_of(dataclasses.replace(emitted, name="renamed", source=source)) == found[0]
 
 
 def test_an_entry_is_used_for_its_bucket_and_for_near_ones_and_it_is_said(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chunk_size=args.chunk_size,
             stage=args.stage,
             source=args.source,
+            tuned=args.database,
         )
         if args.html is None:
             print(explanation)
@@ -101,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         + ", ".join(SECTIONS),
     )
     parser.add_argument("--source", action="store_true", help="print the generated kernels too")
+    parser.add_argument(
+        "--database",
+        metavar="FILE",
+        type=Path,
+        help="a tuning database to use (default: tuned/<arch>.json in the package's cache folder, "
+        "then that of the package)",
+    )
     parser.add_argument(
         "--html", metavar="PAGE.html", type=Path, help="write one self-contained page instead"
     )
