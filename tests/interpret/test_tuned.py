@@ -85,7 +85,8 @@ def test_a_search_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert tuner.run(found, SearchState(tmp_path / "state.jsonl"), None) == 0
     rows = [json.loads(x) for x in (tmp_path / "state.jsonl").read_text().splitlines()]
     tried = [result for row in rows for _, result in row["tried"]]
-    assert len(tried) == 6 and all(x.endswith((" us", "present", "confirmed")) for x in tried), tried
+    tried = [x for x in tried if not x.startswith("not confirmed")]
+    assert len(tried) == 6 and all(x.endswith((" us", "present")) for x in tried), tried
     assert len(said) == len(found) == len((tmp_path / "state.jsonl").read_text().splitlines())
     assert "all kernels" in tuner.verify()
     assert len(read(file, "sm_90").kernels) == len(tuner.written)
