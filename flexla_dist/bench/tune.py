@@ -81,7 +81,12 @@ class Tuner:
             if seconds is not None and time.perf_counter() - begin > seconds:
                 return sum(not state.knows(s.key) for s in found[at:])
             compiled = pool.wait(at) if pool is not None else []
-            outcome = self.tune(subject, compiled)
+            try:
+                outcome = self.tune(subject, compiled)
+            except Exception as error:  # the device is lost: the next run leaves this kernel out
+                name = subject.emitted.name
+                state.note(subject.key, name, 0.0, 0.0, [["", f"crashed: {error}"[:200]]])
+                raise
             if outcome.best is not None:
                 self.accept(self.entry(subject, outcome.best, outcome))
             state.note(subject.key, subject.emitted.name, outcome.before_us, outcome.us, [
