@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexla_dist.bench import program
+from flexla_dist.bench import program, report
+from flexla_dist.bench.calls import BenchCall
 from flexla_dist.bench.candidates import Subject, subjects
 from flexla_dist.bench.outcomes import compile_tasks
 from flexla_dist.bench.report import HEAD, Report, joined
@@ -24,6 +25,7 @@ from flexla_dist.compiler.tuned.database import Key
 from flexla_dist.errors import TuningError
 
 from .compiled import graphs_of
+from .launch_doubles import OneCall, replace_launches
 
 SIZES = {"K": 128, "V": 128, "D": 4096}
 BOTH = ("forward", "backward")
@@ -106,16 +108,36 @@ def test_a_report_is_a_table_and_json() -> None:
     )  # fmt: skip
     times = [StepTime((), "gla_scan", 2.0), StepTime((), "torch sum", 2.0)]
     rows = tuple(joined("forward", times, [step]))
-    report = Report("gla", "a GPU", {"forward": "fused"}, 0.01, 0.009, 0.011, 4.0, rows)
-    text = str(report)
+    shown = Report("gla", "a GPU", {"forward": "fused"}, 0.01, 0.009, 0.011, 4.0, rows)
+    text = str(shown)
     assert "whole call: median 0.0100 ms, p20 0.0090, p80 0.0110" in text
     assert "kernels: 4.0 us, 4.0 MB at 1.00 TB/s, 25% of a copy" in text
     table = text.splitlines()[-3:]
     assert table[0].split()[: len(HEAD) - 1] == list(HEAD)[: len(HEAD) - 1]
     words = ["forward", "scan", "2.0", "50.0%", "4.0", "2.00", "C64", "4", "2", "tuned"]
     assert table[1].split() == words
-    data = report.data()
+    data = shown.data()
     assert data["kernels"][0]["tbs"] == 2.0 and data["kernels"][1]["bytes"] is None
+
+
+def test_a_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the device and its clocks: kernels are doubles."""
+    replace_launches(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "no GPU")
+    monkeypatch.setattr(report, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr("triton.testing.do_bench", lambda f, **_: (f(), (2.0, 1.0, 3.0))[1])
+    one = OneCall("gla", tokens=4096)
+    given = SimpleNamespace(
+        inputs={n: one.arguments[n] for n in one.op.spec.inputs}, params={}, scalars={"scale": 1.0}
+    )
+    call = BenchCall(one.op, given, BOTH)  # type: ignore[arg-type]
+    found = report.report(call, runs=2)
+    assert (found.median_ms, found.p20_ms, found.p80_ms) == (2.0, 1.0, 3.0)
+    assert found.plans == {"forward": "fused", "backward": "unfused"}
+    kernels = [row for row in found.kernels if row.bytes is not None]
+    assert {row.direction for row in kernels} == set(BOTH)
+    assert {row.configuration for row in kernels} == {"estimate", "fixed"}
+    assert "from" in str(found) and len(found.data()["kernels"]) == len(found.kernels)
 
 
 def test_what_counts_is_what_a_candidate_changes() -> None:
