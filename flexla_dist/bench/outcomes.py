@@ -14,6 +14,8 @@ from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.pipeline import Graphs
 from flexla_dist.compiler.tuned.database import Measured
 
+PROGRAMS = (1, 2, 3, 4)  # for each processor, that scans may be cut for
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -53,6 +55,14 @@ def compile_tasks(
         )
         for subject in found
     ]
+
+
+def segment_task(
+    graphs: Graphs, problem: Problem, base: Tuned, directions: Sequence[str]
+) -> CompileTask:
+    """What to compile to try other segments: whole scans and cut ones are other kernels."""
+    tuned = tuple(replace(base, programs=programs) for programs in PROGRAMS)
+    return CompileTask(graphs, problem, tuple(directions), tuned)
 
 
 def info_of(subject: Subject, launch: Launch, compiled: Sequence[Result]) -> CompiledInfo | None:

@@ -14,7 +14,7 @@ import triton
 
 from flexla_dist.bench.calls import DIRECTIONS, BenchCall
 from flexla_dist.bench.candidates import subjects
-from flexla_dist.bench.outcomes import Provenance, compile_tasks
+from flexla_dist.bench.outcomes import Provenance, compile_tasks, segment_task
 from flexla_dist.bench.search_state import SearchState
 from flexla_dist.bench.tune import Tuner
 from flexla_dist.compiler.aot import CompiledInfo, Target
@@ -60,17 +60,19 @@ def compile_only(
     count = sum(len(subject.candidates) for subject in found)
     print(f"{op.spec.name}: {len(found)} kernels, {count} candidates", flush=True)
     tasks = compile_tasks(op.graphs, problem, executor.tuned, found)
+    tasks.append(segment_task(op.graphs, problem, executor.tuned, directions))
     failed = made = 0
     with CompilePool(tasks, ("cuda", int(args.arch.removeprefix("sm_"))), args.jobs) as pool:
-        for at, subject in enumerate(found):
+        for at in range(len(tasks)):
             if args.seconds is not None and time.perf_counter() - begin > args.seconds:
-                print(f"time is up: {len(found) - at} kernels left; run again to go on")
+                print(f"time is up: {len(tasks) - at} of {len(tasks)} left; run again to go on")
                 return 1
-            results = [x for x in pool.wait(at) if _is_of(x, subject.emitted.name)]
+            kernel = found[at].emitted.name if at < len(found) else ""
+            results = [x for x in pool.wait(at) if not kernel or _is_of(x, kernel)]
             made += len(results)
             for result in results:
                 failed += not isinstance(result, CompiledInfo)
-                print(f"  {at + 1}/{len(found)} {result}", flush=True)
+                print(f"  {at + 1}/{len(tasks)} {result}", flush=True)
     print(f"{made} compiled, {failed} failed, {time.perf_counter() - begin:.0f} s")
     return 0
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from flexla_dist.bench.calls import BenchCall
 from flexla_dist.bench.candidates import Subject
-from flexla_dist.bench.outcomes import Outcome, Provenance, info_of, line_of
+from flexla_dist.bench.outcomes import PROGRAMS, Outcome, Provenance, info_of, line_of
 from flexla_dist.bench.search_state import SearchState
 from flexla_dist.bench.timing import StepTime, changed, time_plan, total
 from flexla_dist.compiler.aot_pool import CompilePool, Result
 from flexla_dist.compiler.executor.choosing import Tuned, shared_limit
-from flexla_dist.compiler.executor.launch import Launch
+from flexla_dist.compiler.executor.launch import Launch, interpreting
 from flexla_dist.compiler.tuned.database import (
     Database,
     KernelEntry,
@@ -37,7 +37,6 @@ from flexla_dist.testing.budget import SHARDED, measure
 
 NOISE = 0.03  # a smaller gain is none
 CONFIRMATIONS = 3
-PROGRAMS = (1, 2, 3, 4)  # for each processor, that scans may be cut for
 Say = Callable[[str], None]
 
 
@@ -215,10 +214,11 @@ class Tuner:
 
     def tune_segments(self, state: SearchState) -> None:
         """Try how many programs a processor should have in the scans: all directions together."""
-        problem, present = self.call.problem, self.executor.programs(self.call.problem)
-        if self.executor.cutting(problem) is None or len(self.call.directions) < 2:
+        problem = self.call.problem
+        fixed = self.executor.segment_chunks is not None or not self.executor.scan_tiles(problem)
+        if fixed or interpreting() or len(self.call.directions) < 2:
             return
-        key = self.executor.scans_key(problem)
+        key, present = self.executor.scans_key(problem), self.executor.programs(problem)
         if state.knows(key):
             return
         tried: dict[int, float] = {}

@@ -12,16 +12,17 @@ import torch
 from flexla_dist.bench import program, report
 from flexla_dist.bench.calls import BenchCall
 from flexla_dist.bench.candidates import Subject, subjects
-from flexla_dist.bench.outcomes import compile_tasks
+from flexla_dist.bench.outcomes import Provenance, compile_tasks
 from flexla_dist.bench.report import HEAD, Report, joined
 from flexla_dist.bench.search_state import SearchState
 from flexla_dist.bench.timing import StepTime, changed
+from flexla_dist.bench.tune import Tuner
 from flexla_dist.compiler.aot import LaunchRecord, describe_call, record_launches
 from flexla_dist.compiler.executor.choosing import Tuned, fixed_tile
 from flexla_dist.compiler.executor.planned_launches import Arguments
 from flexla_dist.compiler.executor.triton_executor import TritonExecutor
 from flexla_dist.compiler.explain.triton_plan import triton_plan
-from flexla_dist.compiler.tuned.database import Key
+from flexla_dist.compiler.tuned.database import Database, Key, read
 from flexla_dist.errors import TuningError
 
 from .compiled import graphs_of
@@ -120,17 +121,38 @@ def test_a_report_is_a_table_and_json() -> None:
     assert data["kernels"][0]["tbs"] == 2.0 and data["kernels"][1]["bytes"] is None
 
 
+def doubled() -> BenchCall:
+    """A call whose kernels are doubles."""
+    one = OneCall("gla", tokens=4096)
+    inputs = {name: one.arguments[name] for name in one.op.spec.inputs}
+    given = SimpleNamespace(inputs=inputs, params={}, scalars={"scale": 1.0})
+    return BenchCall(one.op, given, BOTH)  # type: ignore[arg-type]
+
+
+def test_segments_are_tuned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_launches(monkeypatch)
+    call, file, said = doubled(), tmp_path / "own.json", list[str]()
+    noted = Provenance("2026-01-01", "abc", "no GPU")
+    tuner = Tuner(call, file, Database("sm_90"), noted, say=said.append)
+    times = lambda tuned: 100.0 - 10 * (tuned.programs or 2)  # noqa: E731
+    monkeypatch.setattr(tuner, "_whole", times)
+    state = SearchState(tmp_path / "state.jsonl")
+    tuner.tune_segments(state)
+    [entry] = read(file, "sm_90").scans.values()
+    assert (entry.programs, entry.measured.us, entry.measured.before_us) == (4, 60.0, 80.0)
+    assert call.executor.programs(call.problem) == 4 and len(said) == 1
+    tuner.tune_segments(state)
+    assert len(said) == 1
+    assert TritonExecutor(call.op.graphs, Tuned(file)).programs(call.problem) == 4
+
+
 def test_a_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the device and its clocks: kernels are doubles."""
     replace_launches(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "no GPU")
     monkeypatch.setattr(report, "COPY_BYTES", 1 << 10)
     monkeypatch.setattr("triton.testing.do_bench", lambda f, **_: (f(), (2.0, 1.0, 3.0))[1])
-    one = OneCall("gla", tokens=4096)
-    given = SimpleNamespace(
-        inputs={n: one.arguments[n] for n in one.op.spec.inputs}, params={}, scalars={"scale": 1.0}
-    )
-    call = BenchCall(one.op, given, BOTH)  # type: ignore[arg-type]
+    call = doubled()
     found = report.report(call, runs=2)
     assert (found.median_ms, found.p20_ms, found.p80_ms) == (2.0, 1.0, 3.0)
     assert found.plans == {"forward": "fused", "backward": "unfused"}
