@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "explain": Command(
         "flexla_dist.compiler.explain.program", "show graphs, plans and kernels of a variant"
     ),
+    "bench": Command("flexla_dist.bench.program", "time a variant on a GPU, tune its kernels"),
     "doctor": Command("flexla_dist.doctor", "say what works on this machine and what is missing"),
 }
 

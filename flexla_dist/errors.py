@@ -85,6 +85,14 @@ class ExecutorError(FlexlaError, ValueError):
     """The executor asked for is unknown or cannot run here."""
 
 
+class TuningError(FlexlaError, ValueError):
+    """A tuning database cannot be read or written, or an entry in it is not well formed."""
+
+
+class TuningWarning(UserWarning):
+    """An entry of a tuning database cannot be used here; the estimate is used instead."""
+
+
 class CacheFolderError(FlexlaError, OSError):
     """Generated source cannot be written to the user's cache folder."""
 

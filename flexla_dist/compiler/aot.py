@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from flexla_dist.assembler import assembling
 from flexla_dist.compiler.executor.bind import bind
+from flexla_dist.compiler.executor.choosing import Tuned
 from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.compiler.executor.planned_launches import Heads
 from flexla_dist.compiler.executor.problem import Problem
@@ -64,6 +65,7 @@ class CompiledInfo:
     stack_bytes: int | None
     shared_bytes: int
     tiles: Mapping[str, int]
+    limit: int | None = None  # registers a thread may have at most
 
     def __str__(self) -> str:
         tiles = " ".join(
@@ -72,6 +74,7 @@ class CompiledInfo:
         return (
             f"{self.kernel:44s} {tiles:20s} warps {self.warps} stages {self.stages} "
             f"regs {self.regs} stack {self.stack_bytes} shared {self.shared_bytes}"
+            + (f" limit {self.limit}" if self.limit else "")
         )
 
 
@@ -99,14 +102,18 @@ class LaunchRecord:
 
 @dataclass(frozen=True, eq=False)
 class CompileTask:
-    """A call whose kernels are wanted: its tensors may have no memory. groups: of heads of a call
-    that stops where states cross ranks (see `open_forward`), whose kernels come beside those of the
-    call that does not; () for the latter alone."""
+    """A call whose kernels are wanted: its tensors may have no memory.
+
+    groups: of heads of a call that stops where states cross ranks (see `open_forward`), whose
+    kernels come beside those of the call that does not; () for the latter alone. tuned: where
+    configurations are from, one after the other; kernels of all of them are wanted.
+    """
 
     graphs: Graphs
     problem: Problem
     directions: tuple[str, ...] = DIRECTIONS
     groups: tuple[Heads, ...] = ()
+    tuned: tuple[Tuned, ...] = field(default_factory=lambda: (Tuned(),))
 
 
 class _Noted:
@@ -214,13 +221,16 @@ def record_launches(task: CompileTask, direction: str, shrink: int = 0) -> list[
         raise ExecutorError(f"direction is {direction!r}; expected forward or backward")
     executor = _RecordingExecutor(task.graphs)
     groups = ((), task.groups) if task.groups else ((),)
-    executor.shrink = shrink if direction == "forward" else 0
-    results = [_forward(executor, task.problem, heads) for heads in groups]
-    if direction == "backward":
-        executor.shrink, executor.records = shrink, {}
-        for heads, result in zip(groups, results, strict=True):
-            _backward(executor, task.problem, heads, result)
-    return list(executor.records.values())
+    found: dict[str, LaunchRecord] = {}
+    for executor.tuned in task.tuned:
+        executor.shrink, executor.records = shrink if direction == "forward" else 0, {}
+        results = [_forward(executor, task.problem, heads) for heads in groups]
+        if direction == "backward":
+            executor.shrink, executor.records = shrink, {}
+            for heads, result in zip(groups, results, strict=True):
+                _backward(executor, task.problem, heads, result)
+        found |= executor.records
+    return list(found.values())
 
 
 def _forward(
@@ -277,6 +287,7 @@ def compile_launch(launch: LaunchRecord, target: Target = ("cuda", 90)) -> Compi
         stack,
         compiled.metadata.shared,
         {name: size for name, size in keywords.items() if name.startswith("tile_")},
+        keywords.get("maxnreg"),
     )
 
 
@@ -325,7 +336,9 @@ def compile_ahead(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
-    task = CompileTask(op.graphs, problem, tuple(directions))
+    given = getattr(op, "tuned", None)  # of an operator a file, of an executor what it looks into
+    tuned = given if isinstance(given, Tuned) else Tuned(given)
+    task = CompileTask(op.graphs, problem, tuple(directions), (tuned,))
     with CompilePool([task], target, jobs) as pool:
         return pool.kernels(0)
 

@@ -200,6 +200,8 @@ class _Server:
                     self._finish(part, results)
 
     def _may_shrink(self, part: _Part, results: list[Result]) -> bool:
+        if len(self.tasks[part.task].tuned) > 1:  # candidates: some may be too large
+            return False
         unchanged = part.previous is not None and part.previous.keys == part.keys
         large = any(_too_large(result, self.target) for result in results)
         return large and not unchanged and part.shrink < MAX_SHRINK

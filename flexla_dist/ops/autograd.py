@@ -9,7 +9,7 @@ second derivatives are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -54,6 +54,9 @@ class Executor(Protocol):
         self, problem: Problem, saved: States, entry: States, grad_output: Tensor, sequence: int
     ) -> SpanMap:
         """The adjoint element (M^T, G_hat) of one document."""
+
+    def configurations(self, problem: Problem, direction: str) -> Mapping[str, object]:
+        """Where the configuration of each kernel of a direction is from."""
 
     def saved_shapes(self, outline: Outline) -> tuple[Saved, ...]:
         """What `forward` saves at most; it may save nothing instead."""

@@ -85,6 +85,7 @@ def register(op: LinearAttentionOp, executor: str | None) -> Key:
         dict(spec.scalars),
         op.chunk_size,
         executor,
+        *([] if op.tuned is None else [str(op.tuned)]),
     )
     name = f"{spec.name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
     key, count = name, 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +40,15 @@ class LinearAttentionOp:
     last call ran, `last_backward_plan` what the last backward pass did; None before one.
     """
 
-    def __init__(self, graphs: Graphs, executor: str | None, chunk_size: int | None):
+    def __init__(
+        self,
+        graphs: Graphs,
+        executor: str | None,
+        chunk_size: int | None,
+        tuned: Path | None = None,
+    ):
         self.graphs = graphs
+        self.tuned = tuned
         self.spec = graphs.spec
         self.chunk_size = chunk_size
         self.last_plan: Plan | None = None
@@ -64,7 +72,7 @@ class LinearAttentionOp:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Spec and options: it is compiled again where it is loaded."""
-        return _load, (self.spec, self._default, self.chunk_size)
+        return _load, (self.spec, self._default, self.chunk_size, self.tuned)
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{t.state}: {t.kind}" for t in self.graphs.transitions.values())
@@ -83,7 +91,7 @@ class LinearAttentionOp:
         if name is None:
             name = self._default or default_executor(self.spec, device, dtype)
         if name not in self._executors:
-            self._executors[name] = make_executor(name, self.graphs)
+            self._executors[name] = make_executor(name, self.graphs, self.tuned)
         return self._executors[name]
 
     def bind(
@@ -235,13 +243,16 @@ class LinearAttentionOp:
 
 
 def _load(
-    spec: LinearAttentionSpec, executor: str | None, chunk_size: int | None
+    spec: LinearAttentionSpec,
+    executor: str | None,
+    chunk_size: int | None,
+    tuned: Path | None = None,
 ) -> LinearAttentionOp:
     """A pickled operator; what its spec is warned of was told when it was compiled first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NumericsWarning)
         graphs = compile_graphs(spec)
-    return LinearAttentionOp(graphs, executor, chunk_size)
+    return LinearAttentionOp(graphs, executor, chunk_size, tuned)
 
 
 def run_local(
@@ -268,6 +279,7 @@ def compile(
     chunk_size: int | None = None,
     strict: bool = False,
     check: bool = False,
+    tuned: str | Path | None = None,
 ) -> LinearAttentionOp:
     """Compile a spec into an operator with a derived backward.
 
@@ -279,6 +291,10 @@ def compile(
         check: also run the spec on random data with C = 1, 5 and 64 and name the stage that
             differs; where the spec has a `recurrence`, compare output, states and all gradients
             with it in float64.
+        tuned: a tuning database (`flexla-dist bench --tune --database FILE` writes one) that the
+            triton executor asks before that of the package; None is the user's own,
+            `tuned/<arch>.json` in `~/.cache/flexla_dist` or `$XDG_CACHE_HOME/flexla_dist`.
+            `last_plan.configurations` tells what it gave.
 
     Raises:
         TraceError and its kinds: a callable breaks a rule; message with stage, line and fix.
@@ -288,7 +304,8 @@ def compile(
     if not isinstance(spec, LinearAttentionSpec):
         raise ArgumentTypeError(f"compile takes a LinearAttentionSpec, got {type(spec).__name__}")
     check_chunk_size(chunk_size)
-    op = LinearAttentionOp(compile_graphs(spec, strict=strict), executor, chunk_size)
+    file = None if tuned is None else Path(tuned)
+    op = LinearAttentionOp(compile_graphs(spec, strict=strict), executor, chunk_size, file)
     if check:
         check_spec(op)
     return op

@@ -51,6 +51,10 @@ class PacedExecutor:
         """The plan of the executor inside for backward."""
         return self.inner.backward_plan
 
+    def configurations(self, problem: Any, direction: str) -> Any:
+        """Those of the executor inside."""
+        return self.inner.configurations(problem, direction)
+
     def open_forward(self, problem: Any, entry: Any, groups: Any = ()) -> OpenedTorch:
         """A call whose summary is paced."""
         return OpenedTorch(lambda sequence: self.summary(problem, sequence))

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "layers": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers"},
     "train": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers", "train"},
     "testing": GLOSSARY | {"spec", "compiler", "ops", "comm", "parallel", "layers", "testing"},
+    "bench": GLOSSARY | {"spec", "compiler", "ops", "testing", "bench"},
     "assembler": {"errors"},
     "generated": {"errors"},
     "errors": set(),

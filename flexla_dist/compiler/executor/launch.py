@@ -145,7 +145,8 @@ def _check_chunks(problem: Problem) -> None:
 
 
 def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: int) -> Launch:
-    """Column tile, warps and stages by the kind of kernel and the sizes.
+    """The estimate: column tile, warps and stages by the kind of kernel and the sizes; `choosing`
+    knows what was measured.
 
     `shrink` halves the column tile that many times, for devices with less shared memory; loops that
     look three steps ahead look two ahead first.
@@ -177,7 +178,7 @@ def configuration(problem: Outline, schedule: Schedule, kernel: Kernel, shrink: 
         return Launch(min(width, SUMMING_TILE), 1, 1)
     scans = any(
         node.target is ops.decay_scan_reverse
-        for other in _sharing_parts(schedule, kernel)
+        for other in sharing_parts(schedule, kernel)
         for node in other.body
     )
     tile = min(width, 64 if widest > 128 or wide or scans else 128)
@@ -200,7 +201,7 @@ def _sums_tokens(kernel: Kernel, column: str) -> bool:
     return rows and columns and not products and not kernel.parts
 
 
-def _sharing_parts(schedule: Schedule, kernel: Kernel) -> list[Kernel]:
+def sharing_parts(schedule: Schedule, kernel: Kernel) -> list[Kernel]:
     """Kernels that must have the column tiles of this one: sums over a tile pass between them."""
     read = {node for other in schedule.kernels for node in other.parts}
     sharing = [

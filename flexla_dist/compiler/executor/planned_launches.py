@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from flexla_dist.compiler.executor import launch as launching
 from flexla_dist.compiler.executor import triton_run as running
+from flexla_dist.compiler.executor.choosing import Choice, buckets_of
 from flexla_dist.compiler.executor.launch import Launch, power_of_two
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.rooms import Event, Room, Rooms, place_of
@@ -63,6 +64,7 @@ class Configured:
     rows: int
     constants: Mapping[str, Any]
     options: Mapping[str, int]
+    choice: Choice
 
 
 class LaunchPlanner:
@@ -91,22 +93,14 @@ class LaunchPlanner:
         self.lanes = 1 if layout.packed else problem.batch
         self.chunks_per_lane = len(layout.chunks)
         self.num_chunks = self.lanes * self.chunks_per_lane
-        self.uneven = self._uneven_dims()
+        self.uneven = executor.uneven_dims(problem)
+        self.buckets = buckets_of(problem)
         self.segments = self._choose_segments()
         self.rooms = Rooms(self.pauses)
         self.memory: dict[str, Room] = {}
         self.entering = Entering()
         self.results: dict[str, Room] = {}
         self._add_arguments(arguments)
-
-    def _uneven_dims(self) -> frozenset[str]:
-        sizes = self.problem.sizes
-        uneven = {dim for dim, size in sizes.items() if size != power_of_two(size)}
-        if uneven:  # M is scanned with as many columns as rows
-            transitions = self.executor.graphs.transitions
-            dims = self.problem.spec.state_dims
-            uneven.update(dims[name][-1] for name, t in transitions.items() if t.has_matrix)
-        return frozenset(uneven)
 
     def _choose_segments(self) -> Segments | None:
         """Segments of the scans; None where documents alone fill the device. A plan that pauses has
@@ -199,10 +193,12 @@ class LaunchPlanner:
         kernel, problem = built.kernel, self.problem
         packed = problem.layout.packed or (kernel.kind in LOOPS and self.segments is not None)
         key: tuple[Any, ...] = (kernel.name, self.direction, problem.family.sizes, self.tile_c)
-        key = (*key, packed, keep, columns, self.shrink, self.executor.plan, self.uneven)
+        key = (*key, packed, keep, columns, self.shrink, self.uneven, self.buckets)
+        key = (*key, *self.executor.choice, self.executor.refusal(problem, self.direction))
         found = self.executor.configured.get(key)
         if found is None:
-            launch = launching.configuration(problem, self.schedule, kernel, self.shrink)
+            choice = self.executor.choose(problem, self.direction, built, self.shrink)
+            launch = choice.launch
             if columns and kernel.whole:  # then every program holds them all
                 width = max(launch.column_tile, power_of_two(columns))
                 launch = replace(launch, column_tile=width)
@@ -213,7 +209,7 @@ class LaunchPlanner:
             }
             options = launch.options(problem.device)
             rows = launching.row_tiles(problem, kernel)
-            found = Configured(tiles, rows, constants, options)
+            found = Configured(tiles, rows, constants, options, choice)
             self.executor.configured[key] = found
         return found
 

@@ -6,6 +6,7 @@ missing; Triton is imported only when its executor is asked for.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,21 +33,23 @@ def default_executor(
     return "triton" if on_cuda and plain else "torch"
 
 
-def make_executor(name: str, graphs: Graphs) -> Any:
-    """The executor called `name` for compiled graphs."""
+def make_executor(name: str, graphs: Graphs, tuned: Path | None = None) -> Any:
+    """The executor called `name` for compiled graphs; `tuned`: the tuning database that the triton
+    executor reads in place of the user's own."""
     if not isinstance(name, str):
         raise ExecutorError(f"executor is {name!r}; expected one of the names: {', '.join(NAMES)}")
     if name == "torch":
         return TorchExecutor(graphs)
     if name == "triton":
         try:
+            from flexla_dist.compiler.executor.choosing import Tuned
             from flexla_dist.compiler.executor.triton_executor import TritonExecutor
         except ImportError as missing:
             raise ExecutorError(
                 f"executor 'triton' needs the package triton>=3.6 ({missing}); install it with "
                 "pip install 'triton>=3.6', or choose executor='torch'"
             ) from missing
-        return TritonExecutor(graphs)
+        return TritonExecutor(graphs, Tuned(tuned))
     raise ExecutorError(
         f"executor {name!r} does not exist{nearest(name, NAMES)}; "
         f"expected one of: {', '.join(NAMES)}"

@@ -40,6 +40,10 @@ class TorchExecutor:
         self.spec = graphs.spec
         self._dense = frozenset(n for n, t in graphs.transitions.items() if t.has_matrix)
 
+    def configurations(self, problem: Problem, direction: str) -> dict[str, object]:
+        """Nothing: no kernel of a call is configured here."""
+        return {}
+
     def forward(
         self, problem: Problem, entry: States, opened: OpenedTorch | None = None
     ) -> ForwardResult:

@@ -21,8 +21,9 @@ from triton.runtime.errors import OutOfResources
 
 from flexla_dist.compiler.build import load_module, module_text
 from flexla_dist.compiler.emit.kernel import Emitted, emit_kernel
-from flexla_dist.compiler.executor import fold_kernel
+from flexla_dist.compiler.executor import choosing, fold_kernel
 from flexla_dist.compiler.executor import launch as launching
+from flexla_dist.compiler.executor.choosing import Choice, Tuned
 from flexla_dist.compiler.executor.element import SpanMap
 from flexla_dist.compiler.executor.launch import interpreting
 from flexla_dist.compiler.executor.opened import OpenedTriton
@@ -64,8 +65,10 @@ class TritonExecutor:
     name = "triton"
     backward_plan = "unfused"
 
-    def __init__(self, graphs: Graphs):
+    def __init__(self, graphs: Graphs, tuned: Tuned | None = None):
+        """tuned: where measured configurations are; None is the user's and the package's files."""
         self.graphs = graphs
+        self.tuned = tuned or Tuned()
         self.spec = graphs.spec
         if self.spec.log_scaled is not None:
             raise ExecutorError(
@@ -78,6 +81,8 @@ class TritonExecutor:
             n for n in self.state_names if transitions[n].has_decay or transitions[n].has_matrix
         )
         self._shrink: dict[Any, int] = {}
+        self._refused: dict[Any, str] = {}  # why calls of a direction and sizes are not tuned
+        self._choices: dict[Any, dict[str, Choice]] = {}
         self._plans: dict[Any, Plan] = {}
         self.configured: dict[Any, Configured] = {}  # by the planner
         self.compiled: dict[Any, Any] = {}  # kernels that were launched
@@ -140,6 +145,51 @@ class TritonExecutor:
     def helper(self, direction: str, name: str, subject: str) -> Any:
         """A kernel of `fold_kernel`, as a direction launches it for the argument `subject`."""
         return getattr(fold_kernel, name)
+
+    # -- configurations -----------------------------------------------------------------------
+
+    def uneven_dims(self, outline: Outline) -> frozenset[str]:
+        """Dims that do not fill their tiles."""
+        sizes = outline.sizes
+        uneven = {dim for dim, size in sizes.items() if size != launching.power_of_two(size)}
+        if uneven:  # M is scanned with as many columns as rows
+            dims = self.spec.state_dims
+            transitions = self.graphs.transitions
+            uneven.update(dims[name][-1] for name, t in transitions.items() if t.has_matrix)
+        return frozenset(uneven)
+
+    def choose(self, problem: Problem, direction: str, built: Built, shrink: int) -> Choice:
+        """The configuration of a kernel."""
+        schedule = self.forward_schedule if direction == "forward" else self.backward_schedule
+        return choosing.choose(
+            self.tuned,
+            problem,
+            schedule,
+            built.kernel,
+            built.emitted,
+            direction=direction,
+            shrink=shrink,
+            refused=self.refusal(problem, direction),
+        )
+
+    def refusal(self, problem: Problem, direction: str) -> str:
+        """Why calls of these sizes are not tuned; empty where they may be."""
+        return self._refused.get((direction, problem.family.sizes, self.tuned), "")
+
+    def configurations(self, problem: Problem, direction: str) -> dict[str, Choice]:
+        """What every kernel of a direction of a call is launched with, by name."""
+        shrink = self._shrink.get((direction, problem.family.sizes), 0)
+        sizes, chunk = problem.family.sizes, problem.longest_chunk
+        key: tuple[Any, ...]
+        key = (direction, sizes, chunk, choosing.buckets_of(problem), shrink, *self.choice)
+        key = (*key, self.refusal(problem, direction))
+        found = self._choices.get(key)
+        if found is None:
+            found = self._choices[key] = {
+                built.kernel.name: self.choose(problem, direction, built, shrink)
+                for built in self.built(direction, self.uneven_dims(problem))
+            }
+        return found
 
     # -- phases -------------------------------------------------------------------------------
 
@@ -263,6 +313,13 @@ class TritonExecutor:
     def _given(problem: Problem, arguments: Arguments) -> States:
         return (*problem.inputs.values(), *problem.params.values(), *arguments.tensors)
 
+    def prepared(
+        self, problem: Problem, direction: str, arguments: Arguments
+    ) -> tuple[Plan, tuple[Tensor, ...]]:
+        """The plan of a direction of a call, and the tensors to run it with."""
+        shrink = self._shrink.get((direction, problem.family.sizes), 0)
+        return self._planned(problem, direction, arguments, shrink), self._given(problem, arguments)
+
     def _planned(
         self,
         problem: Problem,
@@ -290,12 +347,13 @@ class TritonExecutor:
         pauses: tuple[Heads, ...],
         kinds: Sequence[torch.dtype],
     ) -> tuple[Any, ...]:
-        return (problem.family, direction, shrink, *self.choice, pauses, *kinds)
+        refused = self.refusal(problem, direction)
+        return (problem.family, direction, shrink, *self.choice, refused, pauses, *kinds)
 
     @property
-    def choice(self) -> tuple[str, int | None]:
+    def choice(self) -> tuple[str, int | None, Tuned]:
         """What plans depend on beside the call."""
-        return self.plan, self.segment_chunks
+        return self.plan, self.segment_chunks, self.tuned
 
     def straight(
         self, problem: Problem, direction: str, kinds: Sequence[torch.dtype]
@@ -351,13 +409,31 @@ class TritonExecutor:
         programs = outline.heads * self.scan_tiles(outline)
         if programs == 0:
             return None
-        dense = any(t.has_matrix for t in self.graphs.transitions.values())
-        each = FUSED_PROGRAMS if self.plan == "fused" and not dense else 1
-        wanted = each * launching.processors(outline.device)
+        wanted = self.programs(outline) * launching.processors(outline.device)
         segments = wanted * groups // programs
         if groups > 1:  # they have segments anyway
             return Cutting(None, max(1, segments))
         return Cutting(None, segments) if segments >= LEAST_SEGMENTS else None
+
+    def programs(self, outline: Outline) -> int:
+        """Programs that a processor is to have of a scan."""
+        if self.tuned.programs is not None:
+            return self.tuned.programs
+        databases = self.tuned.databases(choosing.arch_of(outline.device))
+        if any(database.scans for database in databases):
+            key = self.scans_key(outline)
+            for database in databases:
+                if key in database.scans:
+                    return database.scans[key].programs
+        dense = any(t.has_matrix for t in self.graphs.transitions.values())
+        return FUSED_PROGRAMS if self.plan == "fused" and not dense else 1
+
+    def scans_key(self, outline: Outline) -> choosing.Key:
+        """What measured segments are found by."""
+        kernels = self.forward_schedule.kernels
+        at = next(i for i, kernel in enumerate(kernels) if kernel.kind == "scan")
+        _, emitted = self.source("forward", self.uneven_dims(outline))
+        return choosing.scans_key(outline, emitted[at])
 
     def scan_tiles(self, outline: Outline) -> int:
         """Programs of the scan for one head of one segment; 0 where nothing is scanned."""
@@ -378,13 +454,16 @@ class TritonExecutor:
         return (rows, outline.heads, *(outline.size(dim) for dim in dims))
 
     def _fitting(self, problem: Problem, direction: str, once: Callable[[int], Result]) -> Result:
-        """Run with the largest column tiles whose kernels fit the device; remembered by sizes."""
+        """Run with the largest column tiles whose kernels fit the device, as measured if they fit
+        so; remembered by sizes."""
         key = (direction, problem.family.sizes)
         shrink = self._shrink.get(key, 0)
         while True:
             try:
                 result = once(shrink)
             except OutOfResources as full:
+                if self._refuse(problem, direction, full):
+                    continue
                 shrink += 1
                 if shrink > MAX_SHRINK:
                     raise ExecutorError(
@@ -395,6 +474,15 @@ class TritonExecutor:
                 continue
             self._shrink[key] = shrink
             return result
+
+    def _refuse(self, problem: Problem, direction: str, full: OutOfResources) -> bool:
+        """Use no measured configurations for calls of these sizes, if any were used."""
+        chosen = self.configurations(problem, direction).values()
+        if not any(choice.source in (choosing.TUNED, choosing.NEAR) for choice in chosen):
+            return False
+        reason = f"a kernel needs {full.required} bytes of {full.name}, there are {full.limit}"
+        self._refused[direction, problem.family.sizes, self.tuned] = reason
+        return True
 
     def summary(self, problem: Problem, sequence: int) -> SpanMap:
         """M and S_hat of one document."""

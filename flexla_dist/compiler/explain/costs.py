@@ -107,7 +107,9 @@ def policy_of(node: fx.Node, policy: str) -> str:
 class Step:
     """One kernel launch of a plan, or the PyTorch operations between two launches (`torch`).
 
-    `steps` of `grid` are programs by heads. `calls` counts PyTorch operations.
+    `steps` of `grid` are programs by heads. `registers` is the most that a thread may take, where
+    that is limited; `configuration` says where tiles, warps and stages are from. `calls` counts
+    PyTorch operations.
     """
 
     name: str
@@ -120,6 +122,8 @@ class Step:
     tiles: Mapping[str, int] | None = None
     warps: int = 0
     stages: int = 0
+    registers: int | None = None
+    configuration: str = ""
     calls: int = 1
     statements: tuple[Any, ...] = ()
     arguments: tuple[str, ...] = ()

@@ -118,6 +118,7 @@ def explain(
     chunk_size: int | None = None,
     stage: str = "all",
     source: bool = False,
+    tuned: str | Path | None = None,
 ) -> Explanation:
     """What the compiler makes of a spec for a call of the given shape; nothing is run.
 
@@ -132,6 +133,7 @@ def explain(
         stage: what the text shows: "all", a section ("graph", "passes", "state", "signs", "torch",
             "triton"), or the name of a pass, whose graphs before and after are then shown in full.
         source: show the generated kernels as well (the page always has them).
+        tuned: as for `flexla_dist.compile`; an operator has its own.
 
     Raises:
         TraceError and its kinds: the spec does not compile.
@@ -167,7 +169,7 @@ def explain(
         signs=_signs(graphs),
         states=state_facts(graphs, problem),
         torch=torch_plan(graphs),
-        triton=_triton(graphs, problem),
+        triton=_triton(graphs, problem, tuned or getattr(spec, "tuned", None)),
     )
 
 
@@ -211,8 +213,9 @@ def _signs(graphs: Graphs) -> tuple[SignFact, ...]:
         return tuple(dict.fromkeys(analyse_signs(graphs.stages[at - 1].cell, graphs.spec)))
 
 
-def _triton(graphs: Graphs, problem: Problem) -> TritonPlan | Missing:
+def _triton(graphs: Graphs, problem: Problem, tuned: str | Path | None) -> TritonPlan | Missing:
     try:
+        from flexla_dist.compiler.executor.choosing import Tuned
         from flexla_dist.compiler.explain.triton_plan import triton_plan
     except ImportError as missing:
         return Missing(
@@ -220,7 +223,7 @@ def _triton(graphs: Graphs, problem: Problem) -> TritonPlan | Missing:
             "shows the kernels, no GPU is needed"
         )
     try:
-        return triton_plan(graphs, problem)
+        return triton_plan(graphs, problem, Tuned(None if tuned is None else Path(tuned)))
     except FlexlaError as refused:
         return Missing(str(refused))
 

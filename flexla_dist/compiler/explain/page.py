@@ -17,11 +17,13 @@ from flexla_dist.compiler.explain.style import SCRIPT, STYLE
 from flexla_dist.compiler.explain.text import (
     NEGLIGIBLE,
     bound_text,
+    configuration_text,
     dims_text,
     legend_text,
     moves_text,
     place,
     products_text,
+    source_word,
 )
 
 _PARTS = (
@@ -292,7 +294,7 @@ def _direction(plan: DirectionPlan) -> str:
     head = (
         "<tr><th></th><th>kernel</th><th>grid</th><th>tiles</th><th class='r'>warps</th>"
         "<th class='r'>read</th><th class='r'>written</th><th class='r'>products</th>"
-        "<th class='r'>at least</th><th class='bars'></th></tr>"
+        "<th class='r'>at least</th><th>from</th><th class='bars'></th></tr>"
     )
     rows, number = [head], 0
     for step in plan.steps:
@@ -304,7 +306,7 @@ def _direction(plan: DirectionPlan) -> str:
         f"<td class='r'>{as_bytes(plan.bytes_read)}</td>"
         f"<td class='r'>{as_bytes(plan.bytes_written)}</td>"
         f"<td class='r'>{as_flops(plan.flops)}</td>"
-        f"<td class='r'>{as_ms(plan.seconds())}</td><td></td></tr>"
+        f"<td class='r'>{as_ms(plan.seconds())}</td><td></td><td></td></tr>"
     )
     rows.append(_step(plan.floor, 0, longest))
     table = f'<div class="scroll"><table>{"".join(rows)}</table></div>'
@@ -339,18 +341,19 @@ def _step(step: Step, number: int, longest: float) -> str:
         f"<td class='r'>{step.warps or ''}</td><td class='r'>{as_bytes(step.bytes_read)}</td>"
         f"<td class='r'>{as_bytes(step.bytes_written)}</td>"
         f"<td class='r'>{as_flops(step.flops)}</td>"
-        f"<td class='r'>{as_ms(step.seconds(H200))}</td><td class='bars'>{bars}</td></tr>"
-        + (_details(step) if step.grid else "")
+        f"<td class='r'>{as_ms(step.seconds(H200))}</td>"
+        f"<td class='n'>{escape(source_word(step))}</td>"
+        f"<td class='bars'>{bars}</td></tr>" + (_details(step) if step.grid else "")
     )
 
 
 def _details(step: Step) -> str:
     text = (
         f"{step.purpose}; loads {moves_text(step.reads)}; stores {moves_text(step.writes)}; "
-        f"{times(step.stages, 'pipeline stage')}"
+        f"{configuration_text(step)}"
     )
     return (
-        f"<tr class='more'><td></td><td colspan='9'>{escape(text)}"
+        f"<tr class='more'><td></td><td colspan='10'>{escape(text)}"
         f"<div class='mono'>{escape(products_text(step.products))}</div></td></tr>"
     )
 

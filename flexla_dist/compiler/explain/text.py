@@ -283,6 +283,24 @@ def _triton(x: Explanation) -> list[str]:
     return lines + textwrap.wrap(legend_text(), WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
+_SHORT = {"tuned": "tuned", "nearest bucket": "near", "estimate": "est", "": ""}
+
+
+def source_word(step: Step) -> str:
+    """Where tiles, warps and stages of a kernel are from, in one word; "" for fixed ones."""
+    return _SHORT.get(step.configuration.partition(" (")[0], step.configuration)
+
+
+def configuration_text(step: Step) -> str:
+    """Stages, a limit of registers, and what is to be said of where they are from."""
+    text = times(step.stages, "pipeline stage")
+    if step.registers is not None:
+        text += f", at most {step.registers} registers a thread"
+    if step.configuration not in ("", "estimate"):
+        text += f"; configuration: {step.configuration}"
+    return text
+
+
 def legend_text() -> str:
     """What the columns mean."""
     return (
@@ -290,7 +308,8 @@ def legend_text() -> str:
         f"products at its {H200.rates['bf16'] / 1e12:g} TFLOP/s (bf16; TF32x3 at a sixth). Bytes "
         "count a tensor once a kernel; k x2 is asked for twice and comes from the cache the second "
         "time. Floor: inputs and results once, and once every product that is needed given what "
-        "forward keeps."
+        "forward keeps. Beside warps: whether tiles, warps and stages are measured (tuned; near: "
+        "for calls of nearly this size) or an estimate (est)."
     )
 
 
@@ -300,9 +319,8 @@ def _direction(plan: DirectionPlan) -> list[str]:
     notes += [times(between, "PyTorch operation")] if between else []
     notes += [f"scans in {times(plan.segments, 'segment')}"] if plan.segments else []
     lines = title(f"Executor triton, {plan.direction}, {plan.plan}", ", ".join(notes))
-    rows: list[tuple[str, ...]] = [
-        ("", "kernel", "grid", "tiles", "warps", "read", "written", "products", "at least", "")
-    ]
+    head = ("", "kernel", "grid", "tiles", "warps", "read", "written", "products", "at least", "")
+    rows: list[tuple[str, ...]] = [head]
     for number, step in _numbered(plan.steps):
         if step.kind != "torch" or step.bytes_read + step.bytes_written > NEGLIGIBLE:
             rows.append((f"  {number}", *_row(step)))
@@ -332,7 +350,7 @@ def _row(step: Step) -> tuple[str, ...]:
         name,
         " x ".join(map(str, step.grid)),
         tiles,
-        str(step.warps or ""),
+        f"{step.warps} {source_word(step)}".rstrip() if step.warps else "",
         as_bytes(step.bytes_read),
         as_bytes(step.bytes_written),
         as_flops(step.flops),
@@ -342,7 +360,7 @@ def _row(step: Step) -> tuple[str, ...]:
 
 
 def _details(number: str, step: Step, earlier: str | None) -> list[str]:
-    lines = ["", f"  {number} {step.name}: {step.purpose}; {times(step.stages, 'pipeline stage')}"]
+    lines = ["", f"  {number} {step.name}: {step.purpose}; {configuration_text(step)}"]
     if earlier is None:
         rows = [("loads", moves_text(step.reads)), ("stores", moves_text(step.writes))]
         rows.append(("products", products_text(step.products)))

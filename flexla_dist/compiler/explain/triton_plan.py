@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexla_dist.compiler.emit.kernel import Emitted
+from flexla_dist.compiler.executor.choosing import Choice, Tuned
 from flexla_dist.compiler.executor.problem import Problem
 from flexla_dist.compiler.executor.triton_executor import Built, TritonExecutor, interpreting
 from flexla_dist.compiler.explain.costs import Move, Product, Step, policy_of, product_flops
@@ -44,8 +45,10 @@ _PURPOSES = {
 }
 
 
-def triton_plan(graphs: Graphs, problem: Problem) -> TritonPlan:
-    """Launches of forward and backward; `problem` has tensors without memory.
+def triton_plan(graphs: Graphs, problem: Problem, tuned: Tuned | None = None) -> TritonPlan:
+    """Launches of forward and backward; `problem` may have tensors without memory.
+
+    tuned: where measured configurations are; None is the user's and the package's databases.
 
     Raises:
         ExecutorError: the executor refuses the spec, its sizes or its dtype.
@@ -55,7 +58,7 @@ def triton_plan(graphs: Graphs, problem: Problem) -> TritonPlan:
             "TRITON_INTERPRET is set, and the interpreter has no launch plan; unset it before "
             "Python starts"
         )
-    executor = _Watched(graphs, problem)
+    executor = _Watched(graphs, problem, tuned)
     entry = problem.zero_state()
     with _Operations(executor):
         result = executor.forward(problem, entry)
@@ -72,8 +75,8 @@ def triton_plan(graphs: Graphs, problem: Problem) -> TritonPlan:
 class _Watched(TritonExecutor):
     """The executor with kernels that note their launch."""
 
-    def __init__(self, graphs: Graphs, problem: Problem):
-        super().__init__(graphs)
+    def __init__(self, graphs: Graphs, problem: Problem, tuned: Tuned | None):
+        super().__init__(graphs, tuned)
         self.problem = problem
         self.steps: list[Step] = []
         self.names = {
@@ -146,9 +149,14 @@ class _Noted:
             tiles=tiles,
             warps=keywords["num_warps"],
             stages=keywords["num_stages"],
+            registers=keywords.get("maxnreg"),
+            configuration=str(self._choice()),
             statements=listing.statements,
             arguments=tuple(a.name for a in listing.arguments),
         )
+
+    def _choice(self) -> Choice:
+        return self.owner.configurations(self.owner.problem, self.direction)[self.kernel.name]
 
     def _purpose(self, memory: dict[str, Tensor], keywords: dict[str, Any]) -> str:
         kind = self.kernel.kind

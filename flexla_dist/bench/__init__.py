@@ -1,0 +1,1 @@
+"""Times an operator's kernels on a GPU, and searches their configurations; see `program`."""

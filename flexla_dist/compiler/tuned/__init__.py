@@ -1,0 +1,1 @@
+"""Measured configurations of kernels; see `database`."""
