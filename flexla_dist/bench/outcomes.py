@@ -51,7 +51,7 @@ def compile_tasks(
             graphs,
             problem,
             (subject.direction,),
-            tuple(replace(base, forced={subject.name: c}) for c in subject.candidates),
+            tuned=tuple(replace(base, forced={subject.name: c}) for c in subject.candidates),
         )
         for subject in found
     ]
@@ -62,7 +62,7 @@ def segment_task(
 ) -> CompileTask:
     """What to compile to try other segments: whole scans and cut ones are other kernels."""
     tuned = tuple(replace(base, programs=programs) for programs in PROGRAMS)
-    return CompileTask(graphs, problem, tuple(directions), tuned)
+    return CompileTask(graphs, problem, tuple(directions), tuned=tuned)
 
 
 def info_of(subject: Subject, launch: Launch, compiled: Sequence[Result]) -> CompiledInfo | None:
