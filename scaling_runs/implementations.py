@@ -64,10 +64,13 @@ class Ours:
 
 
 def plan_text(plan: object) -> str:
-    """A plan in one word a fact: `chunk_size=64 segments=8`."""
+    """A plan in one word a fact: `chunk_size=64 kernels=fused configurations=estimate`."""
     if plan is None:
         return ""
     facts = {k: v for k, v in vars(plan).items() if k not in ("executor", "num_sequences")}
+    if "configurations" in facts:  # where those of its kernels are from, each place once
+        sources = {source.split(" (")[0] for _, source in facts["configurations"]}
+        facts["configurations"] = "+".join(sorted(sources)).replace(" ", "_")
     return " ".join(f"{name}={value}" for name, value in facts.items())
 
 
