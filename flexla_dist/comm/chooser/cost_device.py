@@ -10,66 +10,104 @@ from flexla_dist.comm.chooser.links import Link
 from flexla_dist.comm.chooser.setting import Parts, Setting, rounds
 from flexla_dist.comm.topology import SAME_PROCESS
 
+_STEP_BYTES = 1024  # what a program copies of a dense element before it waits for memory
+
 
 @dataclass(frozen=True)
 class _Panels:
-    """Panels of a state on one rank: their number, bytes, programs, and products' seconds."""
+    """Panels of a state on one rank: their number, programs, and what one of them takes.
+
+    state: bytes of one state; message: bytes of an element that are written and read as a whole.
+    told, copied: seconds to copy a state and an element from memory into a message, step by step.
+    own: seconds to bring the own element there. apply, compose: of the products.
+    """
 
     setting: Setting
     count: int
-    size: float
     programs: int
+    state: float
+    message: float
+    told: float
+    copied: float
+    own: float
     apply: float
     compose: float
 
     @classmethod
     def of(cls, setting: Setting) -> _Panels:
         payload, rates = setting.payload, setting.rates
-        count = payload.panels
+        count, dense = payload.panels, payload.kind == "dense"
         per_program = rates.flops / rates.programs
         ranks = setting.topology.size if _one_device(setting) else 1
+        state, element = payload.state / count, _element_bytes(setting) / count
+        step = rates.step / _STEP_BYTES if dense else 0.0
+        link = setting.inside
         return cls(
             setting,
             count,
-            payload.state / count,
             max(1, min(count, rates.programs // ranks)),
+            state,
+            state if dense else element,
+            state * step,
+            element * step,
+            element * link.panel_beta if dense else 0.0,
             payload.apply_flops / count / per_program,
-            payload.compose_flops / count / per_program,
+            payload.repeats * payload.compose_flops / count / per_program,
         )
 
-    @property
-    def of_element(self) -> float:
-        """Panels of an element."""
-        payload = self.setting.payload
-        return self.count * payload.element / max(1, payload.state)
+    def hop(self, link: Link, size: float) -> Parts:
+        """One panel of so many bytes over a link."""
+        return Parts(link.alpha, size * link.panel_beta)
 
-    def hop(self, link: Link) -> Parts:
-        """One panel over a link, applied."""
-        return Parts(link.alpha, self.size * link.panel_beta, self.apply)
+    def credits(self, link: Link, messages: float) -> Parts:
+        """To take and to give back the credits of messages that follow each other."""
+        return Parts(2 * messages * self.credit(link))
 
-    def waves(self, passes: float, seconds: float) -> float:
-        """Seconds of the programs beyond the first panel, `passes` panels of so many seconds."""
-        return max(0.0, ceil(passes / self.programs) - 1) * seconds
+    def credit(self, link: Link) -> float:
+        """Seconds of a credit; on one device it is a word like that which tells of a message."""
+        return link.credit or (link.alpha if _one_device(self.setting) else 0.0)
+
+    def end(self, link: Link, size: float) -> float:
+        """A program's seconds for one end of a message: its credit, its flag, half of its bytes."""
+        return 1.5 * self.credit(link) + size * link.panel_beta / 2
+
+    def waves(self, seconds: float) -> float:
+        """Seconds of the busiest rank's programs for panels beyond the first, so many for each."""
+        return (ceil(self.count / self.programs) - 1) * seconds
 
 
 def chain(setting: Setting) -> Parts:
     """Panels walk from rank to rank."""
     panels = _Panels.of(setting)
     inside, across = setting.steps
-    fill = _times(panels.hop(setting.inside), inside) + _times(panels.hop(setting.across), across)
-    size = setting.payload.state
+    size, ranks, run = setting.payload.state, setting.topology.size, setting.topology.longest
+    fill = _times(panels.hop(setting.inside, panels.state), inside)
+    fill += _times(panels.hop(setting.across, panels.state), across)
+    link = setting.inside if inside else setting.across
+    fill += panels.credits(link, 1) + Parts(combine=(ranks - 2) * panels.apply)
     links = []
     if inside:
-        links.append(setting.inside.wire(size, setting.topology.longest - 1))
+        links.append(_wire_inside(setting, size, run - 1, run - 1))
     if across:
         links.append(setting.wire_across(size, 1))
-    hop = panels.hop(setting.inside if inside else setting.across)
-    return fill + _drain(panels, max(links), panels.waves(panels.count, hop.wire + hop.combine))
+    passing = min(2, ranks - 1) * panels.end(link, panels.state)
+    busiest = passing + (panels.apply if ranks > 2 else 0.0)
+    return fill + _drain(panels, max(links), panels.waves(busiest))
 
 
 def log_scan(setting: Setting) -> Parts:
-    """Rounds in which panels of elements travel."""
-    return _doubling(setting, setting.topology.size, Parts(), 0.0, 0.0)
+    """Rounds in which panels of elements travel, the last ones from what begins the line."""
+    place, panels = setting.topology, _Panels.of(setting)
+    total = rounds(place.size)
+    fill, link = _doubling(panels, place.size)
+    travel = (total - 1) * panels.copied + panels.told
+    own = panels.own if total > 1 else 0.0
+    composing = (total - 1) * panels.apply + max(0, total - 2) * panels.compose
+    fill += Parts(wire=own + travel, combine=composing + (total - 1) * panels.apply)
+    slow = setting.inside if place.longest > 1 else setting.across
+    busiest = (2 * total - 1) * panels.end(slow, panels.message) + own + travel
+    busiest += composing + max(0, total - 2) * panels.apply
+    return fill + _drain(panels, link, panels.waves(busiest))
 
 
 def hierarchical(setting: Setting) -> Parts:
@@ -78,54 +116,82 @@ def hierarchical(setting: Setting) -> Parts:
     between = place.nodes - 1
     if not between:
         return log_scan(setting)
-    size = setting.payload.state
+    size, total = setting.payload.state, rounds(place.longest)
     striped = size / min(place.longest, place.adapters)
-    told = panels.hop(setting.inside) if place.longest > 1 else Parts()
-    back = setting.inside.wire(size) if place.longest > 1 else 0.0
-    extra = _times(panels.hop(setting.across), between) + told
-    return _doubling(setting, place.longest, extra, back, setting.across.wire(striped))
+    fill, inside = _doubling(panels, place.longest)
+    travel = total * panels.copied + (panels.own if total else 0.0)
+    composing = total * (panels.apply + panels.compose)
+    fill += _times(panels.hop(setting.across, panels.state), between)
+    fill += panels.credits(setting.across, 1)
+    if place.longest > 1:
+        fill += panels.hop(setting.inside, panels.state)
+        inside += setting.inside.wire(size)
+    folded = (between - 1 + total) * panels.apply
+    fill += Parts(wire=travel, combine=composing + folded)
+    busiest = 2 * total * panels.end(setting.inside, panels.message)
+    busiest += 2 * panels.end(setting.across, panels.state) + travel
+    busiest += composing + (1 + total) * panels.apply
+    links = max(inside, setting.across.wire(striped))
+    return fill + _drain(panels, links, panels.waves(busiest))
 
 
 def all_gather(setting: Setting) -> Parts:
-    """Every element straight to every rank, which folds those before its own."""
+    """Every element straight to every rank that comes after it, which folds those before its own."""
     place, panels = setting.topology, _Panels.of(setting)
-    size, others, run = setting.payload.element, place.size - 1, place.longest
+    size, others, run = _element_bytes(setting), place.size - 1, place.longest
     slow = setting.across if place.nodes > 1 else setting.inside
-    first = Parts(slow.alpha + (others - 1) * slow.gap, panels.size * slow.panel_beta, 0.0)
-    links = [(run - 1) * setting.inside.wire(size), setting.inside.wire(size, run * (run - 1))]
+    links = [_wire_inside(setting, size, run * (run - 1) // 2, run - 1)]
+    if not _one_device(setting):
+        links.append((run - 1) * setting.inside.wire(size))
     if place.nodes > 1:
         links.append(setting.wire_across(size, setting.leaving()))
-    read = panels.size * setting.rates.programs / setting.rates.stream
-    fold = others * (panels.apply + read)
-    return (
-        first
-        + Parts(combine=fold)
-        + _drain(panels, max(links), panels.waves(panels.count, fold + first.wire))
-    )
+    further = max(slow.gap, panels.message * slow.panel_beta)
+    own = panels.own if others > 1 else 0.0
+    travel = own + max(others * panels.told, (others - 1) * panels.copied)
+    folded = (others - 1) * panels.apply
+    fill = panels.hop(slow, panels.message) + panels.credits(slow, others)
+    fill += Parts(wire=(others - 1) * further + travel, combine=folded)
+    busiest = others * panels.end(slow, panels.message) + max(travel, folded)
+    return fill + _drain(panels, max(links), panels.waves(busiest))
 
 
-def _doubling(setting: Setting, count: int, extra: Parts, back: float, striped: float) -> Parts:
-    """Rounds over `count` ranks and `extra` behind them, whose links take `back` and `striped`."""
-    place, panels = setting.topology, _Panels.of(setting)
-    size, whole = setting.payload.element, count > place.longest
-    fill, inside, across, distance = Parts(), back, striped, 1
-    total = rounds(count)
-    composed = total if place.nodes > 1 and not whole else max(0, total - 1)
+def _doubling(panels: _Panels, count: int) -> tuple[Parts, float]:
+    """(hops of a panel in rounds over `count` ranks, seconds of the busiest link in all of them);
+    without what is copied and multiplied between."""
+    setting = panels.setting
+    place, size = setting.topology, _element_bytes(setting)
+    whole = count > place.longest
+    fill, inside, across, distance = Parts(), 0.0, 0.0, 1
     while distance < count:
         hops = []
         if place.longest > distance:
-            hops.append(panels.hop(setting.inside))
-            inside += setting.inside.wire(size, place.longest - distance)
+            one = panels.hop(setting.inside, panels.message) + panels.credits(setting.inside, 1)
+            hops.append(one)
+            messages = place.longest - distance
+            inside += _wire_inside(setting, size, messages, min(distance, messages))
         if whole:
-            hops.append(panels.hop(setting.across))
+            one = panels.hop(setting.across, panels.message) + panels.credits(setting.across, 1)
+            hops.append(one)
             across += setting.wire_across(size, min(distance, place.longest))
         fill += max(hops, key=lambda hop: hop.latency + hop.wire)
         distance *= 2
-    fill += Parts(combine=composed * panels.compose) + extra
-    link = setting.inside if place.longest > 1 else setting.across
-    passing = panels.size * link.panel_beta + panels.apply
-    waves = total * panels.waves(panels.of_element, passing)
-    return fill + _drain(panels, max(inside, across), waves)
+    return fill, max(inside, across)
+
+
+def _element_bytes(setting: Setting) -> float:
+    """Bytes of an element's messages: every panel of a head brings its own copy of a dense M."""
+    payload = setting.payload
+    return payload.state + payload.repeats * payload.transition
+
+
+def _wire_inside(setting: Setting, size: float, messages: int, alone: int) -> float:
+    """Seconds of messages inside a node. On one device all are written to and read from a memory
+    that has its own rate, whatever a link made of few programs reached; `alone` of them are from
+    ranks that nothing enters, so without M. Elsewhere a link of a later node decides."""
+    if _one_device(setting):
+        moved = (messages - alone) * size + alone * setting.payload.state
+        return 2 * moved / setting.rates.stream
+    return setting.inside.wire(size, messages)
 
 
 def _drain(panels: _Panels, link: float, programs: float) -> Parts:

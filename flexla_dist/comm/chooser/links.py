@@ -69,7 +69,8 @@ class Link:
     one: a message alone. both: while another one goes the other way; None: as alone.
     lanes: messages of a node that pass side by side without slowing each other.
     gap: seconds that each further message of one rank adds. panel_beta: seconds a byte of what one
-    program of a kernel sends by itself (device engine). measured: whether this was measured here;
+    program of a kernel sends by itself, credit: its seconds to take the credit of a message, or to
+    give it back (device engine; 0: not known). measured: whether this was measured here;
     source: when, or where the assumption is from.
     """
 
@@ -80,6 +81,7 @@ class Link:
     panel_beta: float = 0.0
     measured: bool = False
     source: str = ""
+    credit: float = 0.0
 
     @property
     def alpha(self) -> float:
@@ -108,7 +110,8 @@ class Rates:
     """What applying and composing elements costs on a device.
 
     launch: seconds of one operation on nothing. stream: bytes a second that are read or written.
-    flops: of products in float32 accuracy. programs: programs of a kernel that run at once.
+    flops: of products in float32 accuracy. programs: programs of a kernel that run at once. step:
+    seconds of a program for a KiB that it copies in one step (device engine; 0: not known).
     """
 
     launch: float
@@ -117,6 +120,7 @@ class Rates:
     programs: int = 1
     measured: bool = False
     source: str = ""
+    step: float = 0.0
 
     def seconds(self, touched: float, flops: float, launches: int = 1) -> float:
         """Seconds of `launches` operations that touch so many bytes and do so many FLOPs."""
@@ -126,6 +130,8 @@ class Rates:
 _NCCL = "NCCL src/graph/tuning.cc, latency of a ring step and bandwidth of a channel"
 _HERE = "this package on a virtual machine with 2 cores (scaling_runs/links.py)"
 _HOPS = "one H200, virtual ranks in one launch: 1.4 to 3.8 us a hop of 4 to 32 KiB"
+CREDIT = 1e-6  # a word of a GPU's own memory, looked at or set after a fence: as a hop of 4 KiB
+STEP = 0.14e-6  # a load that hits the L2 cache: about 260 cycles of 1.8 GHz, H100 and A100 alike
 _LAUNCH = "point-to-point calls launched by the host, 20 to 30 us each"
 GIGA = 1e9
 
@@ -137,9 +143,11 @@ def _assumed(
     lanes: float = inf,
     gap: float = 0.0,
     panel: float = 0.0,
+    credit: float = 0.0,
 ) -> Link:
-    panel_beta = 1 / panel if panel else 1 / bandwidth
-    return Link(Curve.line(alpha, 1 / bandwidth), None, lanes, gap, panel_beta, False, source)
+    beta = 1 / bandwidth
+    panel_beta = 1 / panel if panel else beta
+    return Link(Curve.line(alpha, beta), None, lanes, gap, panel_beta, False, source, credit)
 
 
 # Used where nothing was measured. NVLink 4: 450 GB/s a direction, of which about two thirds are
@@ -155,10 +163,10 @@ ASSUMED_LINKS: dict[tuple[str, str], Link] = {
     ("nccl", NVLINK): _assumed(25e-6, 300 * GIGA, f"{_LAUNCH}; {_NCCL}", gap=3.4e-6),
     ("nccl", PCIE): _assumed(30e-6, 20 * GIGA, f"{_LAUNCH}; {_NCCL}", lanes=4, gap=5.7e-6),
     ("nccl", NETWORK): _assumed(40e-6, 45 * GIGA, f"{_LAUNCH}; {_NCCL}", gap=9.6e-6),
-    (DEVICE, SAME_PROCESS): _assumed(1.1e-6, 1400 * GIGA, _HOPS, 1, 0.1e-6, 12 * GIGA),
+    (DEVICE, SAME_PROCESS): _assumed(1.1e-6, 1400 * GIGA, _HOPS, 1, 0.1e-6, 12 * GIGA, CREDIT),
     (DEVICE, SHARED_MEMORY): _assumed(20e-6, 5 * GIGA, "kernels in the interpreter", 1, 1e-6),
-    (DEVICE, NVLINK): _assumed(4e-6, 300 * GIGA, _NCCL, gap=0.2e-6, panel=18 * GIGA),
-    (DEVICE, PCIE): _assumed(5.7e-6, 20 * GIGA, _NCCL, lanes=4, gap=0.5e-6, panel=12 * GIGA),
+    (DEVICE, NVLINK): _assumed(4e-6, 300 * GIGA, _NCCL, inf, 0.2e-6, 18 * GIGA, CREDIT),
+    (DEVICE, PCIE): _assumed(5.7e-6, 20 * GIGA, _NCCL, 4, 0.5e-6, 12 * GIGA, CREDIT),
     (DEVICE, NETWORK): _assumed(12e-6, 45 * GIGA, f"{_NCCL}; put and signal", gap=1e-6),
 }
 
@@ -166,11 +174,11 @@ ASSUMED_LINKS: dict[tuple[str, str], Link] = {
 # Peaks and bandwidths: vendors' data sheets.
 ASSUMED_RATES: dict[str, Rates] = {
     "cpu": Rates(4e-6, 60e9, 60e9, 1, False, _HERE),
-    "H200": Rates(5e-6, 4.2e12, 82e12, 132, False, "data sheet: 494 TF32 TFLOP/s, 4.8 TB/s"),
-    "H100": Rates(5e-6, 2.9e12, 82e12, 132, False, "data sheet: 494 TF32 TFLOP/s, 3.35 TB/s"),
-    "H20": Rates(5e-6, 3.5e12, 12e12, 78, False, "data sheet: 74 TF32 TFLOP/s, 4.0 TB/s"),
-    "A100": Rates(5e-6, 1.7e12, 26e12, 108, False, "data sheet: 156 TF32 TFLOP/s, 2.0 TB/s"),
-    "L20": Rates(5e-6, 0.75e12, 10e12, 92, False, "data sheet: 59.8 TF32 TFLOP/s, 864 GB/s"),
+    "H200": Rates(5e-6, 4.2e12, 82e12, 132, False, "data sheet: 494 TF32 TFLOP/s, 4.8 TB/s", STEP),
+    "H100": Rates(5e-6, 2.9e12, 82e12, 132, False, "data sheet: 494 TF32 TFLOP/s, 3.35 TB/s", STEP),
+    "H20": Rates(5e-6, 3.5e12, 12e12, 78, False, "data sheet: 74 TF32 TFLOP/s, 4.0 TB/s", STEP),
+    "A100": Rates(5e-6, 1.7e12, 26e12, 108, False, "data sheet: 156 TF32 TFLOP/s, 2.0 TB/s", STEP),
+    "L20": Rates(5e-6, 0.75e12, 10e12, 92, False, "data sheet: 59.8 TF32 TFLOP/s, 864 GB/s", STEP),
 }
 
 

@@ -8,6 +8,7 @@ from math import ceil
 
 from torch import Tensor
 
+from flexla_dist.comm.device.panels import LARGEST_DENSE, StateForm, tiling
 from flexla_dist.comm.element import Element, element_bytes, state_bytes
 
 KINDS = ("none", "scalar", "rows", "full", "dense")
@@ -21,7 +22,8 @@ class Payload:
 
     state, transition: bytes of the state and of M. kind: M's kind, one of `KINDS`.
     apply_flops, compose_flops: of M times a state, and of M times M; zero unless M is dense.
-    panels: parts of a state that the device engine signals by themselves.
+    panels: parts of a state that the device engine signals by themselves. repeats: panels of a
+    head that each carry and compose the whole of a dense M there.
     """
 
     state: int
@@ -30,14 +32,15 @@ class Payload:
     apply_flops: float = 0.0
     compose_flops: float = 0.0
     panels: int = 1
+    repeats: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind of M is {self.kind!r}, expected one of: {', '.join(KINDS)}")
-        if self.state < 0 or self.transition < 0 or self.panels < 1:
+        if self.state < 0 or self.transition < 0 or self.panels < 1 or self.repeats < 1:
             raise ValueError(
-                f"got {self.state} bytes of state, {self.transition} of M, {self.panels} panels; "
-                "expected no negative bytes and at least one panel"
+                f"got {self.state} bytes of state, {self.transition} of M, {self.panels} panels, "
+                f"{self.repeats} repeats; expected no negative bytes and at least one panel"
             )
 
     @classmethod
@@ -47,31 +50,40 @@ class Payload:
         per_head = {"none": 0, "scalar": 1, "rows": key_dim, "full": key_dim * value_dim}
         dense = kind == "dense"
         transition = 4 * heads * (key_dim * key_dim if dense else per_head.get(kind, 0))
+        tiles = _tiles((key_dim, value_dim), dense)
         return cls(
             state,
             transition,
             kind,
             2.0 * key_dim * state / 4 if dense else 0.0,
             2.0 * key_dim * transition / 4 if dense else 0.0,
-            max(1, heads * ceil(value_dim / PANEL_COLUMNS)),
+            max(1, heads * tiles),
+            tiles if dense else 1.0,
         )
 
     @classmethod
     def of_element(cls, element: Element, template: Sequence[Tensor]) -> Payload:
         """The payload of an element and the states that it acts on."""
         state = state_bytes(template)
-        apply = compose = 0.0
+        apply = compose = repeated = 0.0
         panels = 0
         for part in element.states:
             groups, heads, *dims = part.local.shape
-            columns = ceil(dims[-1] / PANEL_COLUMNS) if len(dims) > 1 else 1
-            panels += groups * heads * columns
+            tiles = _tiles(tuple(dims), part.matrix is not None)
+            panels += groups * heads * tiles
             if part.matrix is not None:
                 width = part.matrix.shape[-1]
+                repeated += tiles * 2.0 * width * part.matrix.numel()
                 apply += 2.0 * width * part.local.numel()
                 compose += 2.0 * width * part.matrix.numel()
         return cls(
-            state, element_bytes(element) - state, _kind(element), apply, compose, max(1, panels)
+            state,
+            element_bytes(element) - state,
+            _kind(element),
+            apply,
+            compose,
+            max(1, panels),
+            repeated / compose if compose else 1.0,
         )
 
     @property
@@ -89,6 +101,13 @@ class Payload:
     def compose_bytes(self) -> float:
         """Bytes read and written to compose two M."""
         return 3.0 * self.transition
+
+
+def _tiles(dims: tuple[int, ...], dense: bool) -> int:
+    """Panels of one head's state, as the device engine cuts it; what it cannot hold, by columns."""
+    if len(dims) not in (1, 2) or (dense and dims[0] > LARGEST_DENSE):
+        return ceil(dims[-1] / PANEL_COLUMNS) if dims else 1
+    return tiling(StateForm(dims, None, dense)).tiles
 
 
 def _kind(element: Element) -> str:
