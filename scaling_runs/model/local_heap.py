@@ -1,10 +1,11 @@
 """The chooser's predictions for virtual ranks of one device, beside what was measured there.
 
 Contract: links and rates are those that `HeapTransport` measured on the same device, kept in
-`local_links_<gpu>.json`. An exchange alone is compared with its median less that of the same call
-where nothing crosses a cut: what the exchange adds, which is what is predicted. Rows of whole calls
-(`virtual_ranks.py`) do not tell how much work went on beside the exchange, so that the prediction
-is a range: all of it hidden but what it takes from the device, to nothing hidden.
+`local_links_<gpu>.json`; what an older file lacks is assumed. An exchange alone is compared with
+its median less that of the same call where nothing crosses a cut: what the exchange adds, which is
+what is predicted. Rows of whole calls (`virtual_ranks.py`) do not tell how much work went on beside
+the exchange, so that the prediction is a range: all of it hidden but what it takes from the device,
+to nothing hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from flexla_dist.comm.chooser.cache import parse, serialise
 from flexla_dist.comm.chooser.cost import Estimate, estimate
-from flexla_dist.comm.chooser.links import ASSUMED_LINKS, DEVICE, Link, Rates
+from flexla_dist.comm.chooser.links import ASSUMED_LINKS, DEVICE, Link, Rates, assumed_rates
 from flexla_dist.comm.chooser.payload import Payload
 from flexla_dist.comm.chooser.setting import Setting
 from flexla_dist.comm.topology import SAME_PROCESS, Topology
@@ -70,14 +71,16 @@ class Device:
         links, rates = parse(json.loads(path.read_text()))
         if rates is None or SAME_PROCESS not in links:
             raise ModelProblem(f"{path} holds no link between virtual ranks, or no rates")
-        return cls(links[SAME_PROCESS], rates)
+        step = rates.step or assumed_rates("cuda", slug.upper()).step
+        return cls(links[SAME_PROCESS], replace(rates, step=step))
 
     def estimate(self, strategy: str, ranks: int, payload: Payload, delay: float = 0.0) -> Estimate:
         """The chooser's estimate of an exchange. delay: seconds added to each message."""
         lanes = ASSUMED_LINKS[DEVICE, SAME_PROCESS].lanes
         curve = self.link.one
         later = replace(curve, points=tuple((n, t + delay) for n, t in curve.points))
-        link = replace(self.link, one=later, lanes=lanes)
+        credit = self.link.credit or self.link.alpha
+        link = replace(self.link, one=later, lanes=lanes, credit=credit)
         place = Topology((ranks,), SAME_PROCESS, device="cuda", device_name="gpu", heap="local")
         setting = Setting(place, payload, {SAME_PROCESS: link}, self.rates)
         return estimate(strategy, DEVICE, setting)

@@ -25,17 +25,33 @@ ranks of a node compose, half as much in all_gather, where they have P/2 applica
                 Every rank gets P - 1 elements; r (P-r) leave a node, with NCCL's ring P - r. Where
                 the gather itself was measured, its time takes the place of all but (P-1) a.
 
-Device engine. A state is k panels of s = S/k bytes, each by one program, L of them at once; an
-element is k n/S panels. A panel's hop is h = alpha + s panel_beta + its product a_1; what is
-elementwise in composing happens while a panel passes through. Panels follow each other without
-gaps, so the time is the way of the first panel (fill) and the rest behind it at the pace of what
-is busiest (drain): a link, or the programs, which take one wave after the other.
-  chain         (P-N) h_i + (N-1) h_x;  link: (k-1)/k wire(S, messages), one a hop on every node
-  log_scan      sum over rounds of the slower of h_i and h_x, each with c_1 added but in the last;
-                link: sum over rounds of wire(n, messages) as above
-  hierarchical  R_i (h_i + c_1) + (N-1) h_x + h_i;  links: R_i wire_i(n, messages) + wire_i(S), and
-                wire_x(S, 1/w): states are striped by heads over w = min(r, ports) leaders
-  all_gather    h + (P-2) gap + (P-2) a_1;  links: as on the host, every rank sends to every rank
+Device engine. A state is k panels, each by one program, L of them at once (ranks that share a
+device share its programs). A message of a panel has s bytes and comes after h = alpha + s
+panel_beta. Before h the sender takes the slot's credit, and in the end its receiver gives it back,
+q each: 2 q where messages wait for each other, but once in a chain, which takes credits before its
+state is there. Either end of a message keeps a program busy for e = 1.5 q + s panel_beta / 2: a
+credit, a flag, half of the bytes. A dense M goes with every panel of a head: it is brought to
+scratch memory (o) and copied from there, step by step, with its state (m; a state alone: m_1), and
+is read in the product that takes a state through it, a_1, or composes two, c_1. What begins the
+line is entered by nothing: it is a state alone, so that whatever meets it has one product less, or
+none. Elementwise M go while panels pass: o, m, m_1, a_1 and c_1 are zero, and s has M's share.
+Time is the way of the first panel (fill) and the rest behind it at the pace of what is busiest
+(drain): a link, or the programs of one rank, which take a wave of L panels after the other.
+  chain         (P-N) h_i + (N-1) h_x + 2 q + (P-2) a_1
+                link: wire(S, messages), one a hop on every node; programs: 2 e + a_1, P = 2: e
+  log_scan      sum over rounds of the slower of h_i and h_x, each with 2 q, + o + (R-1) m + m_1
+                + (R-1) a_1 + (R-2) c_1 composing + (R-1) a_1 folding what came
+                The last round brings the state of what begins the line, the one before composes it.
+                link: sum over rounds of wire(n, messages) as above; programs: (2R-1) e, as the rank
+                that sends in all rounds receives in all but the last, o, copies, products but one
+  hierarchical  R_i (h_i + 2 q + m + a_1 + c_1) + o + (N-1) h_x + h_i + 2 q + (N-2 + R_i) a_1
+                links: R_i wire_i(n, messages) + wire_i(S), and wire_x(S, 1/w): states are striped
+                by heads over w = min(r, ports) leaders; programs: a leader's messages and products
+  all_gather    h + 2 (P-1) q + (P-2) max(gap, s panel_beta) + o + max((P-1) m_1, (P-2) m)
+                + (P-2) a_1; a rank sends to those after it: links have r (r-1)/2 messages in a node
+                programs: (P-1) e, and the larger of copies and products
+On one device links are its memory: 2 bytes / stream for what is written and read, messages of what
+begins the line counted without M. What only programs that are few can reach is in their waves.
 Work that needs no entering state runs meanwhile. What is left of it is
   exposed = max(total - work, busy),
 busy being what the exchange takes from the rank's own work: its FLOPs and bytes on a whole device.
@@ -45,7 +61,7 @@ messages, Hillis and Steele (1986) for the scan, ZeCO's All-Scan for the pipelin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexla_dist.comm.chooser import cost_device, cost_host
 from flexla_dist.comm.chooser.links import DEVICE, HOST
@@ -92,10 +108,18 @@ def estimate(strategy: str, engine: str, setting: Setting) -> Estimate:
     if setting.topology.size == 1:
         return Estimate(strategy, engine, 0.0, 0.0, 0.0, 0.0, 0.0, 0)
     parts = tables[engine][strategy](setting)
-    busy = busy_seconds(strategy, setting)
+    payload = setting.payload
+    if engine == DEVICE:  # every panel of a head composes and carries the whole of a dense M
+        payload = replace(
+            payload,
+            transition=round(payload.repeats * payload.transition),
+            compose_flops=payload.repeats * payload.compose_flops,
+        )
+    counted = replace(setting, payload=payload)
+    busy = busy_seconds(strategy, counted)
     total = parts.latency + parts.wire + parts.combine
     exposed = total if engine == HOST else max(total - setting.work, min(busy, total))
-    sent = sent_bytes(strategy, setting)
+    sent = sent_bytes(strategy, counted)
     return Estimate(strategy, engine, parts.latency, parts.wire, parts.combine, busy, exposed, sent)
 
 

@@ -136,7 +136,7 @@ def hierarchical(setting: Setting) -> Parts:
 
 
 def all_gather(setting: Setting) -> Parts:
-    """Every element straight to every rank that comes after it, which folds those before its own."""
+    """Every element straight to every rank after it, which folds those before its own."""
     place, panels = setting.topology, _Panels.of(setting)
     size, others, run = _element_bytes(setting), place.size - 1, place.longest
     slow = setting.across if place.nodes > 1 else setting.inside

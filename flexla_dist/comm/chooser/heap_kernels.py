@@ -134,23 +134,28 @@ def _take(
     return total
 
 
-@triton.jit(do_not_specialize=["rounds"])
+@triton.jit(do_not_specialize=["rounds", "words"])
 def products(
     matrices,
     states,
+    copies,
     rounds,
+    words,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     SLICE: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """Each program multiplies its state [K, COLUMNS] by its M [K, K] `rounds` times, both read from
-    memory in slices of the inner dim, as a dense panel is applied."""
+    memory in slices of the inner dim, as a dense panel is applied; each time it copies `words` of M
+    to its `copies` [K, COLUMNS] as a dense element is sent: no step before the last one has read,
+    and not from a cache that other processors do not see."""
     rows = tl.arange(0, K)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inner = tl.arange(0, SLICE)
     number = tl.program_id(0).to(tl.int64)
     matrix, state = matrices + number * K * K, states + number * K * COLUMNS
+    copy, step = copies + number * K * COLUMNS, tl.arange(0, 256)
     for _ in range(rounds):
         total = tl.zeros([K, COLUMNS], dtype=tl.float32)
         for at in range(0, K, SLICE):
@@ -159,4 +164,6 @@ def products(
             total = tl.dot(left, right, total, input_precision=PREC)
         fence()
         tl.store(state + rows * COLUMNS + columns, total)
+        for start in range(0, words, 256):
+            tl.store(copy + start + step, tl.load(matrix + start + step, cache_modifier=".cg"))
         fence()

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexla_dist.comm.chooser.links import Link, Rates
+from flexla_dist.comm.chooser.links import CREDIT, Link, Rates
 from flexla_dist.comm.chooser.measure import REPEATS, SIZES, measure_link, today
 from flexla_dist.comm.errors import ExchangeTimeout
 from flexla_dist.comm.heaps import Block, LocalHeap, SymmetricHeap
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 COLUMNS, ROWS = 64, 128  # of a tile: 32 KiB, a panel of heads of 128 x 128
 LONG_ROUNDS, SHORT_ROUNDS = 24, 4
 STREAMED_BYTES = 1 << 28
+STEP_WORDS = 256
 _LEAST_SECONDS = 1e-9
 
 
@@ -186,14 +188,20 @@ class _Part:
 def measure_heap_link(
     transport: HeapTransport, sizes: Sequence[int] = SIZES, repeats: int = REPEATS
 ) -> Link:
-    """The link between the first two ranks of a heap; both call it, of a LocalHeap its process."""
+    """The link between the first two ranks of a heap; both call it, of a LocalHeap its process.
+
+    A credit is a word of the memory that a program sees fastest. Virtual ranks have no other: it
+    costs them what an empty message does.
+    """
     rank = getattr(transport.heap, "rank", 0)
-    return measure_link(transport, 1 - rank, rank == 0, sizes, repeats)
+    found = measure_link(transport, 1 - rank, rank == 0, sizes, repeats)
+    alone = isinstance(transport.heap, LocalHeap)
+    return replace(found, credit=found.alpha if alone else min(found.alpha, CREDIT))
 
 
 def measure_kernel_rates(device: torch.device, rounds: tuple[int, int] = (8, 64)) -> Rates:
     """What applying elements costs inside kernels: products of panels in float32 accuracy, one
-    program a processor, and bytes that all programs read and write."""
+    program a processor; bytes that all programs read and write; steps in which one copies."""
     from flexla_dist.comm.chooser.heap_kernels import products
     from flexla_dist.comm.device.workspace import INTERPRETED
 
@@ -201,14 +209,17 @@ def measure_kernel_rates(device: torch.device, rounds: tuple[int, int] = (8, 64)
     width, columns = (16, 16) if INTERPRETED else (ROWS, COLUMNS)
     matrices = torch.eye(width, device=device).expand(count, width, width).contiguous()
     states = torch.ones(count, width, columns, device=device)
+    copies = torch.empty_like(states)
     precision = "ieee" if INTERPRETED else "tf32x3"
     options = {} if INTERPRETED else {"num_warps": 8}
 
-    def multiply(number: int) -> Callable[[], object]:
+    def multiply(number: int, words: int = 0) -> Callable[[], object]:
         return lambda: products[(count,)](
             matrices,
             states,
+            copies,
             number,
+            words,
             K=width,
             COLUMNS=columns,
             SLICE=min(32, width),
@@ -217,19 +228,28 @@ def measure_kernel_rates(device: torch.device, rounds: tuple[int, int] = (8, 64)
         )
 
     multiply(rounds[0])()  # compiles
-    few, many = (min(timed(multiply(n), device) for _ in range(3)) for n in rounds)
-    each = max(_LEAST_SECONDS, (many - few) / (rounds[1] - rounds[0]))
+    words = width * columns
+    each, copied = (_of_a_round(partial(multiply, words=n), rounds, device) for n in (0, words))
     source = torch.zeros((1 << 20) if INTERPRETED else STREAMED_BYTES // 4, device=device)
     target = torch.empty_like(source)
-    copied = min(timed(lambda: target.copy_(source), device) for _ in range(4))
+    moved = min(timed(lambda: target.copy_(source), device) for _ in range(4))
     return Rates(
         launch=min(timed(multiply(1), device) for _ in range(3)),
-        stream=2.0 * source.nbytes / max(_LEAST_SECONDS, copied),
+        stream=2.0 * source.nbytes / max(_LEAST_SECONDS, moved),
         flops=2.0 * width * width * columns * count / each,
         programs=count,
         measured=True,
         source=today(),
+        step=max(_LEAST_SECONDS, (copied - each) * STEP_WORDS / words),
     )
+
+
+def _of_a_round(
+    call: Callable[[int], Callable[[], object]], rounds: tuple[int, int], device: torch.device
+) -> float:
+    """Seconds of one round, from calls that play few and many."""
+    few, many = (min(timed(call(n), device) for _ in range(3)) for n in rounds)
+    return max(_LEAST_SECONDS, (many - few) / (rounds[1] - rounds[0]))
 
 
 def processors(device: torch.device) -> int:
