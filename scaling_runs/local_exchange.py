@@ -277,7 +277,10 @@ def main(words: Sequence[str] | None = None) -> int:
     known = measure_device(options, device)
     print(known.keep(options.results, slug))
     lines = [link_line("device", SAME_PROCESS, known.link), rates_line(known.rates)]
-    lines.append(f"panel: {1e9 * known.link.panel_beta:.4g} ns a byte")
+    lines.append(
+        f"panel: {1e9 * known.link.panel_beta:.4g} ns a byte, {1e6 * known.link.credit:.4g} us a "
+        f"credit, {1e6 * known.rates.step:.4g} us a step of copying"
+    )
     print(section("Virtual ranks of one device", lines), flush=True)
     measure_exchanges(options, device, until)
     spent = time.perf_counter() - begin

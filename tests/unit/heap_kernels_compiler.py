@@ -24,6 +24,7 @@ JOBS: list[tuple[Any, dict[str, Any], int]] = [
     (products, {"K": 128, "COLUMNS": 64, "SLICE": 32, "PREC": "tf32x3"}, 8),
 ]
 TYPES = {"bases": "*i64", "sums": "*fp32", "matrices": "*fp32", "states": "*fp32"}
+TYPES["copies"] = "*fp32"
 
 
 def main() -> None:

@@ -97,7 +97,10 @@ def test_payloads_of_several_states_and_of_scaled_ones() -> None:
 def test_payload_of_heads() -> None:
     payload = Payload.of_heads("dense", 128)
     assert payload.state == payload.transition == 8 * MIB and payload.panels == 256
+    assert payload.repeats == 2  # each of two panels of a head carries all of its M
     assert Payload.of_heads("rows", 2, 64, 32).transition == 2 * 64 * 4
+    assert Payload.of_heads("rows", 2).panels == 2 * 4 and Payload.of_heads("rows", 2).repeats == 1
+    assert Payload.of_heads("dense", 2, 512, 128).panels == 2 * 2  # by columns on the host alone
     with pytest.raises(ValueError, match="kind of M is 'sparse'"):
         Payload.of_heads("sparse", 1)
 

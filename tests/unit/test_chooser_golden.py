@@ -3,21 +3,25 @@
 `pytest --accept-golden tests/unit/test_chooser_golden.py` writes the table anew; read its diff. Why
 the rows are as they are, and what would be wrong otherwise:
 
-* One node with NVLink. A chain of 8 makes 7 hops of about 6 us; recursive doubling makes 3 rounds,
-  in which whole elements travel. With 0.5 MiB latency decides: log_scan. With 8 MiB every link
-  carries the element three times, in a chain the state once: chain. With 2 MiB M's kind decides: a
-  full or dense M doubles the element, and only there the chain is ahead.
+* One node with NVLink. A chain of 8 makes 7 hops of about 5 us; recursive doubling makes 3 rounds
+  of about 7, as each waits for credits, and whole elements travel. With 0.5 MiB latency decides:
+  log_scan. With 2 MiB and more every link carries the element three times, in a chain the state
+  once: chain. With a dense M it is a chain from 0.5 MiB on: doublings copy M with every panel of a
+  head, 13 us each time, and compose it; a chain never sends it. On one H200 this was measured: 66
+  us for a chain of 8 with one head, 95 us for log_scan; with 32 heads 115 and 379 us.
 * PCIe. A byte costs 15 times as much and the ranks of a node share the way, so sending the state
   once wins from 0.5 MiB on, on one node. On several nodes the three rounds inside them cost
   hierarchical more than the latencies of a chain as soon as a state has some MiB.
 * Several nodes with NVLink. A chain of 32 makes 28 NVLink hops, one after the other; hierarchical
   makes 3 rounds in their place and stripes the 3 network hops over the ports of a node. At P = 128
   these are 15 network hops of 12 us: 0.5 MiB is cheaper by 7 rounds of log_scan, 2 MiB and more is
-  not, because log_scan sends a whole element over one port of each rank in every round.
+  not, because log_scan sends a whole element over one port of each rank in every round. Nor is a
+  dense M, which 7 rounds copy and compose. 32 MiB with a dense M on 32 ranks is a chain: 8 panels
+  for every program, each copied and composed in 3 rounds.
 * EFA differs from InfiniBand by latency: more network hops to avoid, so log_scan also with full M.
-* H20 against H200: 7 times slower products, of which a chain makes P - 1 one after the other. With
-  2 MiB and dense M on one node that turns chain into log_scan; with more state all processors of
-  the GPU are busy, doublings make twice the products and more, and it is a chain again.
+* H20 against H200: 7 times slower products, of which a chain makes P - 2 one after the other. Four
+  of M with a state and one of M with M are what 3 rounds make, as long as the 6 of a chain of 8, so
+  that it stays a chain; hierarchical gives way to one where there are more panels than programs.
 * 5 ms of work hide all exchanges of the device engine but a chain of 128 on PCIe. What remains is
   what composing takes from the work itself, least for a chain: every row with work is a chain.
 * The host engine starts its messages from the host, 25 us or more each, and pipelines nothing, so
