@@ -26,10 +26,14 @@ def test_link_and_rates_of_virtual_ranks() -> None:
     link = measure_heap_link(HeapTransport(LocalHeap(2, "cuda")))
     rates = measure_kernel_rates(torch.device("cuda"))
     print(link_line("device", "same_process", link))
-    print(rates_line(rates), f"{1e9 * link.panel_beta:.3g} ns a byte of a panel")
+    print(
+        rates_line(rates),
+        f"{1e9 * link.panel_beta:.3g} ns a byte of a panel, {1e6 * rates.step:.3g} us a step",
+    )
     assert 3e-7 < link.alpha < 3e-5 and 1e10 < 1 / link.beta < 1e13
     assert 0 <= link.gap < 3e-5 and 0 < link.panel_beta < 1e-8
     assert 1e12 < rates.flops < 1e15 and 1e11 < rates.stream < 2e13
+    assert 3e-8 < rates.step < 2e-6 and link.credit == link.alpha
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
