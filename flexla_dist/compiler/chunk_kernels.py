@@ -9,7 +9,7 @@ columns that the rest needs as a whole are cut off first (see `column_sums`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -235,10 +235,14 @@ class ChunkKernels(Walks):
         by_bytes = sorted(cuts, key=lambda cut: (cut.tiles, -cut.end))
         by_work = sorted(cuts, key=lambda cut: (cut.tiles / cut.work, -cut.end))
         for order, at_last in ((by_bytes, True), (by_work, False)):
+            tried: set[tuple[fx.Node, ...]] = set()  # cuts at several places may be the same
             for cut in order:
                 finished = self._finished(cut.crossing, results)
                 rest = [x for name, x in results.items() if name not in finished]
                 kept = self._still_read(cut.crossing, [*pending, *rest])
+                if (*kept, *finished.values()) in tried:
+                    continue
+                tried.add((*kept, *finished.values()))
                 after = [x for x in (*pending, *rest) if x not in kept]
                 little = not any(map(_costly, self._body_after(after, kept)[0]))
                 before = [*kept, *finished.values()]
@@ -258,7 +262,7 @@ class ChunkKernels(Walks):
             there = self._read_by(suffix)
             again = sum(self._made_of(node, there) for node in prefix)
             work = sum(map(_costly, prefix)) - again
-            crossing = self._crossing(prefix, suffix, roots) if work else []
+            crossing = self._crossing(prefix, suffix, roots, there) if work else []
             if crossing:
                 tiles = 2 * sum(map(self._weight, crossing)) + AGAIN * again
                 tiles += sum(map(self._weight, there & self._read_by(prefix)))
@@ -266,12 +270,17 @@ class ChunkKernels(Walks):
         return cuts
 
     def _crossing(
-        self, prefix: list[fx.Node], suffix: list[fx.Node], roots: set[fx.Node]
+        self,
+        prefix: list[fx.Node],
+        suffix: list[fx.Node],
+        roots: set[fx.Node],
+        there: Set[fx.Node] = frozenset(),
     ) -> list[fx.Node]:
+        """Values of the prefix that the suffix and the roots need. there: what the suffix reads
+        anyway, if products of that alone may be made again."""
         inside = set(prefix)
         out: dict[fx.Node, None] = {}
         stack = [x for node in suffix for x in node.args if isinstance(x, fx.Node)]
-        there = self._read_by(suffix)
         stack.extend(root for root in roots if root in inside)
         seen: set[fx.Node] = set()
         while stack:
@@ -307,7 +316,7 @@ class ChunkKernels(Walks):
                 stack.extend(x for x in node.args if isinstance(x, fx.Node))
         return found
 
-    def _made_of(self, node: fx.Node, there: set[fx.Node]) -> bool:
+    def _made_of(self, node: fx.Node, there: Set[fx.Node]) -> bool:
         """One product of tiles that both sides of a cut read: making it again takes less time than
         its way through memory."""
         if node.target is not ops.matmul:
