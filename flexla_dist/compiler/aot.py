@@ -338,7 +338,7 @@ def compile_ahead(
     )
     given = getattr(op, "tuned", None)  # of an operator a file, of an executor what it looks into
     tuned = given if isinstance(given, Tuned) else Tuned(given)
-    task = CompileTask(op.graphs, problem, tuple(directions), (tuned,))
+    task = CompileTask(op.graphs, problem, tuple(directions), tuned=(tuned,))
     with CompilePool([task], target, jobs) as pool:
         return pool.kernels(0)
 

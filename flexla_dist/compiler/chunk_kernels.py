@@ -324,7 +324,7 @@ class ChunkKernels(Walks):
         operands = [x for x in node.args if isinstance(x, fx.Node)]
         if any(self.costly[x] or self.gated[x] for x in operands if x not in self.stored):
             return False
-        return there.issuperset(self.body_of(operands)[1])
+        return there >= set(self.body_of(operands)[1])
 
     def _only_product_below(self, node: fx.Node) -> fx.Node | None:
         """The one operand with a product below it, if the node is arithmetic on it alone: several
