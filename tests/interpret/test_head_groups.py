@@ -129,7 +129,7 @@ def steps_of(name: str, direction: str) -> list[str]:
     ("name", "direction", "loop", "summary"),
     [
         ("gla", "forward", "scan", ["summary"]),
-        ("gated_delta_rule", "forward", "scan", ["map", "scan"]),
+        ("gated_delta_rule", "forward", "scan", ["map", "summary"]),
         ("gla", "backward", "reverse", ["reverse"]),
         ("gated_delta_rule", "backward", "reverse", ["reverse"]),
     ],
