@@ -377,6 +377,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"weak_scaling.py: {problem}", file=sys.stderr)
         return 2
     status = Program(grid, options, ranks).run()
+    gc.collect()  # what still holds a group goes before the groups do
     dist.barrier()
     dist.destroy_process_group()
     return status
