@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from flexla_dist.compiler.aot import CompileTask, describe_call
+from flexla_dist.compiler.aot import CompileTask
 from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.budget import measure
@@ -28,6 +28,7 @@ from scaling_runs.single_calls import (
     gradient_seed,
     label_of,
     make_call,
+    our_call,
 )
 
 COLUMNS = (
@@ -231,16 +232,7 @@ def compile_task(work: Work) -> CompileTask | None:
     if not ours:
         return None
     shape = ours[0]
-    graphs = compile(get_variant(shape.variant)).graphs
-    problem = describe_call(
-        graphs,
-        batch=shape.B,
-        tokens=shape.T,
-        heads=shape.heads,
-        value_heads=shape.value_heads,
-        sizes=shape.sizes,
-        dtype=getattr(torch, shape.dtype),
-    )
+    graphs, problem = our_call(shape)
     directions = {"fwd": ("forward",), "fwdbwd": ("forward", "backward")}
     wanted = max((directions[shape.direction] for shape in ours), key=len)
     return CompileTask(graphs, problem, wanted)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from flexla_dist.compiler.aot import CompileTask, Target
+from flexla_dist.compiler.aot import CompileTask, LaunchRecord, Target, compile_launch
 from flexla_dist.compiler.aot_pool import CompilePool
+
+_FORK = multiprocessing.get_context("fork")
+_LAUNCHES: list[LaunchRecord] = []  # of this process; forked ones find them by number
 
 
 def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: float | None) -> int:
@@ -28,6 +33,35 @@ def compile_only(tasks: list[CompileTask], target: Target, jobs: int, seconds: f
     failed = sum(shown.values())
     print(f"{len(shown)} kernels, {failed} failed, {time.perf_counter() - begin:.0f} s")
     return failed
+
+
+def compile_launches(
+    launches: Sequence[LaunchRecord], target: Target, jobs: int, seconds: float | None = None
+) -> int:
+    """Compile launches of exchanges side by side; how many failed or were left. `seconds`: begin
+    none after that time."""
+    _LAUNCHES[:] = launches
+    failed, done, begin = 0, 0, time.perf_counter()
+    with _FORK.Pool(max(1, min(jobs, len(launches)))) as pool:
+        works = [(number, target) for number in range(len(launches))]
+        for text in pool.imap_unordered(_compile, works):
+            failed, done = failed + bool(text), done + 1
+            if text:
+                print(text[:500], flush=True)
+            if seconds is not None and time.perf_counter() - begin > seconds:
+                break
+    spent, left = time.perf_counter() - begin, len(launches) - done
+    print(f"{done} launches of exchanges, {failed} failed, {left} left, {spent:.0f} s", flush=True)
+    return failed + left
+
+
+def _compile(work: tuple[int, Target]) -> str:
+    number, target = work
+    try:
+        compile_launch(_LAUNCHES[number], target)
+    except Exception as error:
+        return f"{_LAUNCHES[number].kernel}: {type(error).__name__}: {error}"
+    return ""
 
 
 class CompileCount:

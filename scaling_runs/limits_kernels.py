@@ -15,12 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flexla_dist.compiler.aot import describe_call
 from flexla_dist.compiler.explain.costs import H200, Step
 from flexla_dist.compiler.explain.triton_plan import triton_plan
-from flexla_dist.ops.op import compile
-from flexla_dist.spec.variants import get_variant
 from scaling_runs.bench import Shape
+from scaling_runs.single_calls import our_call
 
 HELPERS = ("fold_segments", "segment_products")  # kernels that bear no variant's name
 COPIES = ("Memcpy", "Memset")  # of the copy engine or the driver, no kernels
@@ -98,16 +96,7 @@ def profile_call(call: Callable[[], object], calls: int) -> list[Launch]:
 def plan_steps(shape: Shape) -> tuple[list[Step], Counted]:
     """Steps of our plan for a call, in order, and the floor: inputs, output and gradients once,
     with the products that no plan can do without."""
-    graphs = compile(get_variant(shape.variant)).graphs
-    problem = describe_call(
-        graphs,
-        batch=shape.B,
-        tokens=shape.T,
-        heads=shape.heads,
-        value_heads=shape.value_heads,
-        sizes=shape.sizes,
-        dtype=getattr(torch, shape.dtype),
-    )
+    graphs, problem = our_call(shape)
     directions = triton_plan(graphs, problem).directions
     directions = directions if shape.direction == "fwdbwd" else directions[:1]
     steps = [step for direction in directions for step in direction.steps]

@@ -47,12 +47,11 @@ from flexla_dist.comm.device.workspace import INTERPRETED
 from flexla_dist.comm.device_exchange import DeviceExchanger, Span, SpanState, signature_of
 from flexla_dist.comm.heaps import LocalHeap, make_heap
 from flexla_dist.comm.topology import SAME_PROCESS
-from scaling_runs.compiling import CompileCount, gpu_target
+from scaling_runs.compiling import CompileCount, compile_launches, gpu_target
 from scaling_runs.machine import RESULTS, describe_machine
 from scaling_runs.model.local_heap import Device, exchange_rows, report
 from scaling_runs.virtual_compile import (
     Exchanged,
-    compile_records,
     exchange_records,
     link_launches,
 )
@@ -233,7 +232,7 @@ def compile_ahead(options: argparse.Namespace) -> int:
         [span] = spans_of(case.kind, case.heads, options.size, 1, torch.device("cpu"))
         exchanges.append(Exchanged(signature_of(span, False), case.strategy, case.ranks))
     records = [*link_launches(), *exchange_records(exchanges)]
-    return compile_records(records, gpu_target(), options.jobs, options.seconds)
+    return compile_launches(records, gpu_target(), options.jobs, options.seconds)
 
 
 def measure_device(options: argparse.Namespace, device: torch.device) -> Device:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
 import os
 import shutil
 import sys
@@ -29,25 +28,14 @@ from triton.backends.compiler import GPUTarget
 
 from flexla_dist.assembler import assembler, assembling
 from flexla_dist.comm.device.source import Dialect
-from flexla_dist.compiler.aot import LaunchRecord, Target, compile_launch, record_launches
+from flexla_dist.compiler.aot import LaunchRecord, Target, record_launches
 from flexla_dist.errors import FlexlaError
-from scaling_runs.compiling import CompileCount, compile_only, gpu_target
+from scaling_runs.compiling import CompileCount, compile_launches, compile_only, gpu_target
 from scaling_runs.machine import ROOT
 from scaling_runs.multi_gpu_calls import calls, exchange_launches
 from scaling_runs.multi_gpu_sizes import SIZES, Sizes
 
 DIALECTS: tuple[Dialect, ...] = ("p2p", "nvshmem")
-_FORK = multiprocessing.get_context("fork")
-_LAUNCHES: list[LaunchRecord] = []  # of this process; forked ones find them by number
-
-
-def _compile(work: tuple[int, Target]) -> str:
-    number, target = work
-    try:
-        compile_launch(_LAUNCHES[number], target)
-    except Exception as error:
-        return f"{_LAUNCHES[number].kernel}: {type(error).__name__}: {error}"
-    return ""
 
 
 def dialects_of(sizes: Sizes) -> tuple[Dialect, ...]:
@@ -62,28 +50,6 @@ def exchanges_of(sizes: Sizes, ranks: int, dialect: Dialect) -> list[LaunchRecor
     except FlexlaError as why:
         print(f"no kernels of the dialect {dialect}: {why}", flush=True)
         return []
-
-
-def compile_exchanges(
-    launches: Sequence[LaunchRecord], target: Target, jobs: int, until: float | None
-) -> int:
-    """Compile the exchange kernels; how many failed or were left."""
-    _LAUNCHES[:] = launches
-    failed, done, begin = 0, 0, time.perf_counter()
-    if _LAUNCHES:
-        with _FORK.Pool(min(jobs, len(_LAUNCHES))) as pool:
-            for text in pool.imap_unordered(_compile, [(i, target) for i in range(len(_LAUNCHES))]):
-                failed, done = failed + bool(text), done + 1
-                if text:
-                    print(text[:500], flush=True)
-                if until is not None and time.time() > until:
-                    break
-    spent, left = time.perf_counter() - begin, len(_LAUNCHES) - done
-    print(f"{done} kernels of exchanges, {failed} failed, {left} left, {spent:.0f} s", flush=True)
-    return failed + left
-
-
-# -- what is there already ------------------------------------------------------------------------
 
 
 def fingerprint(sizes: Sizes, ranks: int, target: Target) -> str:
@@ -176,15 +142,19 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     first, *rest = dialects_of(sizes)
     until, jobs = options.until, options.jobs
-    failed = compile_exchanges(exchanges_of(sizes, options.ranks, first), target, jobs, until)
+
+    def left() -> float | None:
+        return None if until is None else until - time.time()
+
+    failed = compile_launches(exchanges_of(sizes, options.ranks, first), target, jobs, left())
     tasks = [call.task() for call in calls(sizes, options.ranks)]
     if tasks:
-        seconds = None if until is None else until - time.time()
+        seconds = left()
         failed += compile_only(tasks, target, jobs, seconds)
     for dialect in rest:  # links a large library: slow, and needed last
         if until is None or time.time() < until:
             found = exchanges_of(sizes, options.ranks, dialect)
-            failed += compile_exchanges(found, target, jobs, until)
+            failed += compile_launches(found, target, jobs, left())
     late = until is not None and time.time() > until
     if not failed and not late:
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flexla_dist.compiler.aot import describe_call
+from flexla_dist.compiler.executor.problem import Problem
+from flexla_dist.compiler.pipeline import Graphs
+from flexla_dist.ops.op import compile
 from flexla_dist.spec.variants import get_variant
 from flexla_dist.testing.inputs import CallInputs, make_inputs
 from scaling_runs.implementations import SOFTMAX, FlashQla
@@ -74,6 +78,21 @@ def make_call(shape: Shape, device: str = "cuda") -> CallInputs:
         dtype=getattr(torch, shape.dtype),
         device=device,
     )
+
+
+def our_call(shape: Shape) -> tuple[Graphs, Problem]:
+    """Our operator's graphs, and a call of that shape without memory."""
+    graphs = compile(get_variant(shape.variant)).graphs
+    problem = describe_call(
+        graphs,
+        batch=shape.B,
+        tokens=shape.T,
+        heads=shape.heads,
+        value_heads=shape.value_heads,
+        sizes=shape.sizes,
+        dtype=getattr(torch, shape.dtype),
+    )
+    return graphs, problem
 
 
 def gradient_seed(shape: Shape, call: CallInputs) -> Tensor:

@@ -33,12 +33,11 @@ from flexla_dist.comm.strategies import STRATEGIES
 from flexla_dist.spec.variants import get_variant, variant_names
 from flexla_dist.testing.inputs import make_inputs
 from flexla_dist.testing.poison import poisoned_memory
-from scaling_runs.compiling import CompileCount, compile_only, gpu_target
+from scaling_runs.compiling import CompileCount, compile_launches, compile_only, gpu_target
 from scaling_runs.machine import RESULTS, Machine, describe_machine
 from scaling_runs.rows import RowStore, format_table
 from scaling_runs.virtual_compile import (
     Exchanged,
-    compile_records,
     exchange_records,
     problem_of,
     signature_for,
@@ -157,7 +156,7 @@ def compile_ahead(options: argparse.Namespace) -> int:
             exchanges += [Exchanged(signature, s, ranks) for s in options.strategies]
             tasks.append(task_of(variant, problem, groups))
     target = gpu_target()
-    failed = compile_records(exchange_records(exchanges), target, options.jobs, options.seconds)
+    failed = compile_launches(exchange_records(exchanges), target, options.jobs, options.seconds)
     return failed + compile_only(tasks, target, options.jobs, options.seconds)
 
 

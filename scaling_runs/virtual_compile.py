@@ -9,8 +9,6 @@ compares the keys with those that launches look up.
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,9 +31,7 @@ from flexla_dist.comm.heaps import LocalHeap
 from flexla_dist.compiler.aot import (
     CompileTask,
     LaunchRecord,
-    Target,
     _RecordingExecutor,
-    compile_launch,
     describe_call,
 )
 from flexla_dist.compiler.executor.planned_launches import Heads
@@ -45,7 +41,6 @@ from scaling_runs.weak_cases import compiled
 
 META = torch.device("meta")
 PROCESSORS = 132  # of an H200; how many messages a launch has at once follows from it
-_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
@@ -157,44 +152,6 @@ def signature_for(variant: str, problem: Problem) -> Signature:
     opened = executor.open_forward(problem, problem.zero_state(), ((0, problem.heads),))
     span: Span = span_of(opened)
     return signature_of(span, False)
-
-
-# -- compiling ------------------------------------------------------------------------------------
-
-_LAUNCHES: list[LaunchRecord] = []  # of this process; forked ones find them by number
-
-
-def _compile(work: tuple[int, Target]) -> str:
-    number, target = work
-    try:
-        compile_launch(_LAUNCHES[number], target)
-    except Exception as error:
-        return f"{_LAUNCHES[number].kernel}: {type(error).__name__}: {error}"
-    return ""
-
-
-def compile_records(
-    records: Sequence[LaunchRecord], target: Target, jobs: int, seconds: float | None = None
-) -> int:
-    """Compile launches in order; how many failed. `seconds`: begin none after that time."""
-    begin, failed, done = time.perf_counter(), 0, 0
-    _LAUNCHES[:] = records
-    works = [(number, target) for number in range(len(records))]
-    with _FORK.Pool(max(1, min(jobs, len(records)))) as pool:
-        for text in pool.imap_unordered(_compile, works):
-            done += 1
-            failed += bool(text)
-            if text:
-                print(text[:500], flush=True)
-            if seconds is not None and time.perf_counter() - begin > seconds:
-                break
-    spent = time.perf_counter() - begin
-    print(
-        f"{done} of {len(records)} launches of exchanges compiled or found, {failed} failed, "
-        f"{spent:.0f} s",
-        flush=True,
-    )
-    return failed + len(records) - done
 
 
 def exchange_records(exchanges: Sequence[Exchanged]) -> list[LaunchRecord]:

@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,6 +112,7 @@ class CompileTask:
     graphs: Graphs
     problem: Problem
     directions: tuple[str, ...] = DIRECTIONS
+    _: KW_ONLY
     groups: tuple[Heads, ...] = ()
     tuned: tuple[Tuned, ...] = field(default_factory=lambda: (Tuned(),))
 

@@ -199,3 +199,10 @@ def test_refusals() -> None:
 def test_a_kernel_that_does_not_compile_is_named() -> None:
     with pytest.raises(ExecutorError, match=r"linear_attn: linear_attn_scan .* does not compile"):
         compile_ahead(op_of("linear_attn"), tokens=64, target=("cuda", 1))
+
+
+def test_what_a_task_may_have_beside_its_call_is_named() -> None:
+    """Groups of heads and databases of configurations must not be taken for one another."""
+    call = task("gla", 16, 64)
+    with pytest.raises(TypeError):
+        CompileTask(call.graphs, call.problem, ("forward",), ((0, 1),))  # type: ignore[misc]
