@@ -73,7 +73,7 @@ STEPS = (  # what tells most first
     Step("links", 35.0, stall=30.0, attempts=2),
     Step("long", 50.0, stall=40.0, attempts=2),
     Step("check_nvshmem", 80.0, stall=60.0, attempts=2),
-    Step("other_code", 60.0, stall=60.0),
+    Step("other_code", 240.0, stall=180.0),
     # What is left of the whole time: it goes on where `weak` was.
     Step("weak_more", 600.0, stall=60.0, attempts=4),
 )
