@@ -24,7 +24,7 @@ from flexla_dist.bench.outcomes import PROGRAMS, Outcome, Provenance, info_of, l
 from flexla_dist.bench.search_state import SearchState
 from flexla_dist.bench.timing import StepTime, changed, time_plan, total
 from flexla_dist.compiler.aot_pool import CompilePool, Result
-from flexla_dist.compiler.executor.choosing import Tuned, shared_limit
+from flexla_dist.compiler.executor.choosing import Tuned, arch_of, shared_limit
 from flexla_dist.compiler.executor.launch import Launch, interpreting
 from flexla_dist.compiler.tuned.database import (
     Database,
@@ -54,7 +54,9 @@ class Tuner:
         say: Say = print,
     ):
         self.call, self.executor = call, call.executor
-        self.base = call.executor.tuned
+        self.arch = arch_of(call.problem.device)
+        # Candidates and what they are compared with must not see entries of one another.
+        self.base = self.executor.tuned = self.executor.tuned.fixed(self.arch)
         self.file, self.database, self.provenance = file, database, provenance
         self.runs, self.say = runs, say
         self._wanted: dict[str, list[Tensor]] = {}
@@ -207,7 +209,8 @@ class Tuner:
         )
 
     def accept(self, entry: KernelEntry | ScanEntry) -> None:
-        """Write an entry."""
+        """Write an entry; kernels that are tuned later run beside it."""
+        self.base = self.executor.tuned = self.base.with_entry(entry, self.arch)
         self.database.add(entry)
         self.written.append(entry)
         write(self.database, self.file)
@@ -250,8 +253,11 @@ class Tuner:
         Raises:
             TuningError: the results are out of bounds together; the entries are taken back.
         """
-        plain, tuned = Tuned(measured=False), replace(self.base, programs=None, forced={})
-        # A new one reads the files again.
+        plain, tuned = (
+            Tuned(measured=False),
+            replace(self.base, programs=None, forced={}, kept=None),
+        )
+        # Without what was kept the files are read again.
         before = after = 0.0
         self._wanted = {}
         self.base = self.executor.tuned = plain

@@ -15,7 +15,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from types import TracebackType
@@ -29,6 +29,7 @@ from flexla_dist.compiler.aot import (
     record_launches,
     shared_limit,
 )
+from flexla_dist.compiler.executor.choosing import Tuned, arch_of
 from flexla_dist.compiler.executor.triton_executor import MAX_SHRINK
 from flexla_dist.errors import ExecutorError, FlexlaError
 
@@ -63,6 +64,8 @@ class CompilePool:
 
     def __init__(self, tasks: Sequence[CompileTask], target: Target, jobs: int = 1):
         self.target, self._names = target, [task.graphs.spec.name for task in tasks]
+        # The processes plan at different times, and must see the same tuning entries.
+        tasks = [replace(task, tuned=_fixed(task)) for task in tasks]
         self._results: dict[int, list[Result]] = {}
         here, there = _FORK.Pipe()
         self._connection = here
@@ -116,6 +119,11 @@ class CompilePool:
         if self._process.is_alive():
             self._process.terminate()
         self._process.join()
+
+
+def _fixed(task: CompileTask) -> tuple[Tuned, ...]:
+    arch = arch_of(task.problem.device)
+    return tuple(tuned.fixed(arch) for tuned in task.tuned)
 
 
 def _too_large(result: Result, target: Target) -> bool:

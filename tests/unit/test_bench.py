@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from flexla_dist.bench import program, report
 from flexla_dist.bench.calls import BenchCall
 from flexla_dist.bench.candidates import Subject, subjects
-from flexla_dist.bench.outcomes import Provenance, compile_tasks
+from flexla_dist.bench.outcomes import Outcome, Provenance, compile_tasks
 from flexla_dist.bench.report import HEAD, Report, joined
 from flexla_dist.bench.search_state import SearchState
 from flexla_dist.bench.timing import StepTime, changed
@@ -144,6 +145,38 @@ def test_segments_are_tuned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     tuner.tune_segments(state)
     assert len(said) == 1
     assert TritonExecutor(call.op.graphs, Tuned(file)).programs(call.problem) == 4
+
+
+def test_candidates_differ_in_one_kernel_from_what_they_are_compared_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_launches(monkeypatch)
+    call, file = doubled(), tmp_path / "own.json"
+    call.executor.tuned = Tuned(file)
+    tuner = Tuner(call, file, Database("sm_90"), Provenance("2026-01-01", "abc", "no GPU"))
+    found = subjects(call.executor, call.problem, BOTH, "wide", "sm_90")
+    first, second, *_ = [s for s in found if s.direction == "forward"]
+
+    def configurations(tuned: Tuned) -> dict[str, str]:
+        executor = TritonExecutor(call.op.graphs, tuned)
+        return {k: str(v) for k, v in executor.configurations(call.problem, "forward").items()}
+
+    before, [task] = (
+        configurations(tuner.base),
+        compile_tasks(call.op.graphs, call.problem, tuner.base, [second]),
+    )
+    planned = [record.key for record in record_launches(task, "forward")]
+    tuner.accept(tuner.entry(first, first.candidates[1], Outcome(None, 1.0, 2.0, ())))
+    changed_ones = {k for k, v in configurations(tuner.base).items() if v != before[k]}
+    assert changed_ones == {first.kernel.name}  # later kernels run beside it
+    tried = configurations(tuner._with(second, second.candidates[1]))
+    assert {k for k, v in configurations(tuner.base).items() if v != tried[k]} == {
+        second.kernel.name
+    }
+    # What a process without a cache plans later is the same, whatever the file says by then.
+    anew = dataclasses.replace(task, tuned=tuple(map(dataclasses.replace, task.tuned)))
+    assert [record.key for record in record_launches(anew, "forward")] == planned
+    assert configurations(Tuned(file)) == configurations(tuner.base)
 
 
 def test_a_call_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

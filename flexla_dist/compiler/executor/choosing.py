@@ -12,7 +12,7 @@ import hashlib
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from flexla_dist.compiler.tuned.database import (
     Database,
     KernelEntry,
     Key,
+    ScanEntry,
     package_file,
     read,
     user_file,
@@ -64,22 +65,39 @@ class Tuned:
 
     file: a database beside the package's, asked first; None is the user's own
     (`tuned.database.user_file`). measured: whether databases are read at all. forced: launches of
-    single kernels, whatever was measured; programs: as `ScanEntry.programs`.
+    single kernels, whatever was measured; programs: as `ScanEntry.programs`; kept: databases in
+    place of the files, which another process may write.
     """
 
     file: Path | None = None
     measured: bool = True
     forced: Mapping[Name, Launch] = field(default_factory=dict)
     programs: int | None = None
+    kept: tuple[Database, ...] | None = None
 
     @functools.cache  # noqa: B019
     def databases(self, arch: str) -> tuple[Database, ...]:
         """The user's, then the package's; raises TuningError for a file that is not right."""
         if not self.measured:
             return ()
-        files = (self.file or user_file(arch), package_file(arch))
-        found = (read(path, arch) for path in files)
+        found = self._read(arch) if self.kept is None else self.kept
         return tuple(database for database in found if database.kernels or database.scans)
+
+    def fixed(self, arch: str) -> Tuned:
+        """The same, with the entries that the files have now; raises as `databases`."""
+        kept = self._read(arch) if self.kept is None else self.kept
+        return replace(self, kept=kept) if self.measured else self
+
+    def with_entry(self, entry: KernelEntry | ScanEntry, arch: str) -> Tuned:
+        """`fixed` with another entry among the user's own."""
+        own, *others = self.fixed(arch).kept or (Database(arch),)
+        own = own.copy()
+        own.add(entry)
+        return replace(self, kept=(own, *others))
+
+    def _read(self, arch: str) -> tuple[Database, ...]:
+        files = (self.file or user_file(arch), package_file(arch))
+        return tuple(read(path, arch) for path in files)
 
     def find(self, key: Key, arch: str) -> tuple[KernelEntry, str] | None:
         """The entry of a key and whether it is of just that bucket."""

@@ -107,6 +107,10 @@ class Database:
         else:
             self.scans[entry.key] = entry
 
+    def copy(self) -> Database:
+        """One with the same entries, to be added to by itself."""
+        return Database(self.arch, dict(self.kernels), dict(self.scans))
+
     def near(self, key: Key) -> KernelEntry | None:
         """The entry of the nearest bucket that is not far; equally near ones in sorted order."""
         alike = [(key.distance(k), k) for k in self.kernels if k.plain == key.plain]
