@@ -77,7 +77,8 @@ def configuration_of(x: LaunchRecord) -> tuple[Any, ...]:
 def test_described_launches_are_those_of_the_plan(name: str) -> None:
     """Bytes of one list stand beside times of the other."""
     executor, problem, _ = found_of(name)
-    described = {plan.direction: plan for plan in triton_plan(executor.graphs, problem).directions}
+    shown = triton_plan(executor.graphs, problem, tuned=executor.tuned)
+    described = {plan.direction: plan for plan in shown.directions}
     for direction in BOTH:
         plan, _ = executor.prepared(problem, direction, arguments_of(executor, problem, direction))
         launched = [x.function.__name__ for x in plan.launches]
