@@ -206,16 +206,20 @@ def test_no_length_of_a_bucket_makes_another_launch(tmp_path: Path) -> None:
 
 def test_the_users_file_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = TritonExecutor(graphs_of("gla"), Tuned(measured=False))
-    file = database_of(tmp_path, executor, described(), "scan", tile=32)
+    file = database_of(tmp_path, executor, described(dtype=torch.float16), "scan", tile=32)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     default = tmp_path / "cache" / "flexla_dist" / "tuned" / "sm_90.json"
-    assert str(TritonExecutor(graphs_of("gla")).configurations(described(), "forward")["scan"]) == (
-        "estimate"
-    )
+    assert str(
+        TritonExecutor(graphs_of("gla")).configurations(described(dtype=torch.float16), "forward")[
+            "scan"
+        ]
+    ) == ("estimate")
     write(read(file, "sm_90"), default)
-    assert str(TritonExecutor(graphs_of("gla")).configurations(described(), "forward")["scan"]) == (
-        "tuned"
-    )
+    assert str(
+        TritonExecutor(graphs_of("gla")).configurations(described(dtype=torch.float16), "forward")[
+            "scan"
+        ]
+    ) == ("tuned")
 
 
 def test_segments_are_cut_as_measured(tmp_path: Path) -> None:
