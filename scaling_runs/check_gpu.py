@@ -67,9 +67,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--variants", help="comma-separated names; default all")
-    parser.add_argument("--dtypes", default=",".join(DTYPES), help="of bfloat16, float16, float32")
-    parser.add_argument("--tokens", help="comma-separated T to keep; default all")
-    parser.add_argument("--sizes", help="comma-separated K to keep; default all")
+    parser.add_argument(
+        "--dtypes",
+        default=",".join(DTYPES),
+        help="of bfloat16, float16, float32; default not float16",
+    )
+    parser.add_argument("--tokens", help="comma-separated T of the grid to keep; default all")
+    parser.add_argument("--sizes", help="comma-separated K of the grid to keep; default all")
     parser.add_argument("--quick", action="store_true", help="only the first, cheap tiers")
     parser.add_argument("--seconds", type=float, help="start no case after this time")
     parser.add_argument("--again", action="store_true", help="also run what passed already")

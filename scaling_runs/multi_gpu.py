@@ -2,7 +2,7 @@
 """Everything that is measured on the GPUs of one host, step by step, inside ten minutes.
 
     scaling_runs/multi_gpu.sh                        on a machine with 2, 4 or 8 GPUs
-    scaling_runs/multi_gpu.sh --rehearse             the same steps on CPU processes, tiny shapes
+    scaling_runs/multi_gpu.sh --rehearse --results runs/rehearsal     on CPU processes, tiny shapes
     scaling_runs/multi_gpu.sh --one-gpu              by two processes on one GPU, the device engine
     scaling_runs/multi_gpu.sh --only check,links --seconds 300 --commit abc1234
 
@@ -87,7 +87,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rehearse", action="store_true", help="CPU processes, tiny shapes")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="CPU processes, tiny shapes; give --results too"
+    )
     parser.add_argument(
         "--one-gpu", action="store_true", help="processes that share one GPU, small"
     )
