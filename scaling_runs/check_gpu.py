@@ -105,13 +105,21 @@ def _names(parser: argparse.ArgumentParser, text: str | None, known: Sequence[st
 
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """Cases that the options leave, in order."""
-    tokens = None if options.tokens is None else {int(x) for x in options.tokens.split(",")}
-    sizes = None if options.sizes is None else {int(x) for x in options.sizes.split(",")}
-    return [
-        case
-        for case in cases(options.variants, options.quick)
-        if (tokens is None or case.T in tokens) and (sizes is None or case.K in sizes)
-    ]
+    every = cases(options.variants, options.quick)
+    tokens = _chosen("--tokens", options.tokens, {case.T for case in every})
+    sizes = _chosen("--sizes", options.sizes, {case.K for case in every})
+    return [case for case in every if case.T in tokens and case.K in sizes]
+
+
+def _chosen(option: str, words: str | None, known: set[int]) -> set[int]:
+    """Numbers of a comma-separated option; all that are known where it is not given."""
+    if words is None:
+        return known
+    unknown = [word for word in words.split(",") if word not in {str(x) for x in known}]
+    if unknown:
+        shown = ", ".join(map(str, sorted(known)))
+        raise SystemExit(f"{option}: {', '.join(unknown)} is not in the grid; it has {shown}")
+    return {int(word) for word in words.split(",")}
 
 
 def compile_tasks(ops: dict[str, LinearAttentionOp], work: Work) -> list[CompileTask]:

@@ -73,7 +73,7 @@ STEPS = (  # what tells most first
     Step("links", 35.0, stall=30.0, attempts=2),
     Step("long", 50.0, stall=40.0, attempts=2),
     Step("check_nvshmem", 80.0, stall=60.0, attempts=2),
-    Step("other_code", 240.0, stall=180.0),
+    Step("other_code", 60.0, stall=60.0),
     # What is left of the whole time: it goes on where `weak` was.
     Step("weak_more", 600.0, stall=60.0, attempts=4),
 )
@@ -88,7 +88,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="CPU processes, tiny shapes; give --results too"
+        "--rehearse", action="store_true", help="CPU processes, tiny shapes; wants --results"
     )
     parser.add_argument(
         "--one-gpu", action="store_true", help="processes that share one GPU, small"
@@ -108,6 +108,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--only: {', '.join(unknown)} is not among {', '.join(names)}")
     if options.short and not options.rehearse:
         parser.error("--short goes with --rehearse")
+    if options.rehearse and options.results == RESULTS:
+        parser.error("--rehearse measures an interpreter: give its rows a folder with --results")
     if options.rehearse and options.one_gpu:
         parser.error("--rehearse and --one-gpu: give one of them")
     if options.ranks is None:

@@ -169,7 +169,7 @@ def _comparable(names: tuple[str, ...], states: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-300))
+    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(1e-300))
 
 
 def _random_arguments(

@@ -229,8 +229,9 @@ def test_mistakes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--only", "chek"], "chek is not among"),
         (["--short"], "--short goes with --rehearse"),
-        (["--rehearse", "--ranks", "1"], "wants at least 2 GPUs"),
-        (["--rehearse", "--one-gpu"], "give one of them"),
+        (["--rehearse", "--results", "here", "--ranks", "1"], "wants at least 2 GPUs"),
+        (["--rehearse", "--results", "here", "--one-gpu"], "give one of them"),
+        (["--rehearse"], "give its rows a folder with --results"),
     ):
         with pytest.raises(SystemExit):
             multi_gpu.parse(words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -540,7 +541,9 @@ WRONG_TOKENS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_check_compares_with_the_recurrence(case: str) -> None:
     token, message = WRONG_TOKENS[case]
     right = replace(gla_like(good_decay, good_merge), recurrence=gla_token)
-    compile(right, check=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile(right, check=True)
     with pytest.raises(CheckError, match=rf"(?s)mine\.recurrence: .*{message}"):
         compile(replace(right, recurrence=token), check=True)
 

@@ -149,6 +149,16 @@ def test_machine() -> None:
 # -- check_gpu ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("option", ["--tokens", "--sizes"])
+def test_numbers_outside_the_grid_are_refused(option: str) -> None:
+    """None of the grid is left by them: a run without cases would look like one that passed."""
+    for word in ("77", "abc"):
+        with pytest.raises(SystemExit, match=f"{option}: (77|abc) is not in the grid; it has"):
+            check_gpu.chosen_cases(check_gpu.parse([option, word]))
+    some = check_gpu.chosen_cases(check_gpu.parse(["--tokens", "1000,64", "--sizes", "128"]))
+    assert {case.T for case in some} == {1000, 64} and {case.K for case in some} == {128}
+
+
 def test_the_grid_has_what_is_asked_for() -> None:
     every = cases()
     assert len(every) == len(set(every))
