@@ -253,11 +253,9 @@ class Tuner:
         Raises:
             TuningError: the results are out of bounds together; the entries are taken back.
         """
-        plain, tuned = (
-            Tuned(measured=False),
-            replace(self.base, programs=None, forced={}, kept=None),
-        )
-        # Without what was kept the files are read again.
+        plain = Tuned(measured=False)
+        # Nothing is kept: the files are read again, as a user's call does.
+        tuned = replace(self.base, programs=None, forced={}, kept=None)
         before = after = 0.0
         self._wanted = {}
         self.base = self.executor.tuned = plain
